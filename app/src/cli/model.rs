@@ -1,0 +1,88 @@
+//! Flags of the model and of how it is split over ranks.
+
+use super::{set, set_some};
+use burn_megatron::models::gpt::GptConfig;
+use burn_megatron::topology::ParallelConfig;
+use clap::Args;
+
+/// Shape of the GPT.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Model")]
+pub struct ModelArgs {
+    /// Transformer layers
+    #[arg(long, value_name = "N")]
+    num_layers: Option<usize>,
+    /// Width of the residual stream; a multiple of the attention heads
+    #[arg(long, value_name = "N")]
+    hidden_size: Option<usize>,
+    /// Attention heads; each is hidden size / heads wide
+    #[arg(long, value_name = "N")]
+    num_attention_heads: Option<usize>,
+    /// Inner width of the MLP [default: 4 x hidden size]
+    #[arg(long, value_name = "N")]
+    ffn_hidden_size: Option<usize>,
+    /// Longest sequence the learned positions reach, in tokens [default: the sequence length]
+    #[arg(long, value_name = "N")]
+    max_position_embeddings: Option<usize>,
+    /// Added to the variance in LayerNorm, against division by zero [default: 1e-5]
+    #[arg(long, value_name = "X")]
+    layernorm_epsilon: Option<f64>,
+    /// Standard deviation of the initial weights; the layers' output projections get it divided by
+    /// sqrt(2 x layers) [default: 0.02]
+    #[arg(long, value_name = "X")]
+    init_method_std: Option<f64>,
+    /// Give the output layer weights of its own instead of the word embedding's
+    #[arg(long)]
+    untie_embeddings_and_output_weights: bool,
+    /// Use the exact (erf) GELU instead of the tanh form that Megatron's fused kernel computes
+    #[arg(long)]
+    no_bias_gelu_fusion: bool,
+    /// Pad the vocabulary to a multiple of this times the tensor-parallel size; the padding takes no
+    /// probability [default: 128]
+    #[arg(long, value_name = "N")]
+    make_vocab_size_divisible_by: Option<usize>,
+}
+
+impl ModelArgs {
+    pub fn apply(&self, model: &mut GptConfig) {
+        set(&mut model.num_layers, &self.num_layers);
+        set(&mut model.hidden_size, &self.hidden_size);
+        set(&mut model.num_attention_heads, &self.num_attention_heads);
+        set_some(&mut model.ffn_hidden_size, &self.ffn_hidden_size);
+        set_some(
+            &mut model.max_position_embeddings,
+            &self.max_position_embeddings,
+        );
+        set(&mut model.layernorm_epsilon, &self.layernorm_epsilon);
+        set(&mut model.init_method_std, &self.init_method_std);
+        model.untie_embeddings_and_output_weights |= self.untie_embeddings_and_output_weights;
+        model.bias_gelu_fusion &= !self.no_bias_gelu_fusion;
+        set(
+            &mut model.make_vocab_size_divisible_by,
+            &self.make_vocab_size_divisible_by,
+        );
+    }
+}
+
+/// How the ranks share the work.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Parallelism")]
+pub struct ParallelArgs {
+    /// Ranks that split every layer's weights between them; divides the attention heads [default: 1]
+    #[arg(long, value_name = "N")]
+    tensor_model_parallel_size: Option<usize>,
+    /// Ranks in all, as threads of this process; what tensor parallelism leaves over becomes data
+    /// parallelism [default: the tensor-parallel size]
+    #[arg(long, value_name = "N")]
+    world_size: Option<usize>,
+}
+
+impl ParallelArgs {
+    pub fn apply(&self, parallel: &mut ParallelConfig) {
+        set(
+            &mut parallel.tensor_model_parallel_size,
+            &self.tensor_model_parallel_size,
+        );
+        set_some(&mut parallel.world_size, &self.world_size);
+    }
+}

@@ -1,0 +1,114 @@
+//! Flags of the training step and of the optimizer.
+
+use super::{by_name, set, set_some};
+use crate::config::TrainingConfig;
+use burn_megatron::optim::{LrDecayStyle, OptimizerConfig};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Batches, length and start of the run.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Training")]
+pub struct TrainingArgs {
+    /// Tokens of a sample
+    #[arg(long, value_name = "N")]
+    seq_length: Option<usize>,
+    /// Samples of one forward and backward pass on one rank
+    #[arg(long, value_name = "N")]
+    micro_batch_size: Option<usize>,
+    /// Samples of one optimizer step over all ranks; a multiple of micro batch x data-parallel size
+    #[arg(long, value_name = "N")]
+    global_batch_size: Option<usize>,
+    /// Optimizer steps to take
+    #[arg(long, value_name = "N")]
+    train_iters: Option<usize>,
+    /// Seed of the initial weights and of the order of the data [default: 1234]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Average the loss over all tokens of the global batch; the default, and the same whatever the
+    /// micro batch size
+    #[arg(long, overrides_with = "no_calculate_per_token_loss")]
+    calculate_per_token_loss: bool,
+    /// Average each micro batch by itself, then the micro batches: Megatron's default. It differs
+    /// where loss masks do
+    #[arg(long)]
+    no_calculate_per_token_loss: bool,
+    /// Start from a full set of weights with Megatron-Core's names (.safetensors), instead of
+    /// random ones
+    #[arg(long, value_name = "FILE")]
+    init_weights: Option<PathBuf>,
+    /// Write the full, unsharded weights here at the end, with Megatron-Core's names (.safetensors)
+    #[arg(long, value_name = "FILE")]
+    save_weights: Option<PathBuf>,
+}
+
+impl TrainingArgs {
+    pub fn apply(&self, training: &mut TrainingConfig) {
+        set(&mut training.seq_length, &self.seq_length);
+        set(&mut training.micro_batch_size, &self.micro_batch_size);
+        set(&mut training.global_batch_size, &self.global_batch_size);
+        set(&mut training.train_iters, &self.train_iters);
+        set(&mut training.seed, &self.seed);
+        if self.calculate_per_token_loss || self.no_calculate_per_token_loss {
+            training.calculate_per_token_loss = self.calculate_per_token_loss;
+        }
+        set_some(&mut training.init_weights, &self.init_weights);
+        set_some(&mut training.save_weights, &self.save_weights);
+    }
+}
+
+/// AdamW and the learning rate.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Optimizer")]
+pub struct OptimizerArgs {
+    /// Highest learning rate, reached after the warm-up
+    #[arg(long, value_name = "X")]
+    lr: Option<f64>,
+    /// Learning rate at the end of the decay, and the least from then on [default: 0]
+    #[arg(long, value_name = "X")]
+    min_lr: Option<f64>,
+    /// How the rate falls after the warm-up: constant, linear, cosine or inverse-square-root
+    #[arg(long, value_name = "STYLE", value_parser = by_name::<LrDecayStyle>)]
+    lr_decay_style: Option<LrDecayStyle>,
+    /// Steps over which the rate rises linearly from its initial value; the first one runs with
+    /// that value, as in Megatron
+    #[arg(long, value_name = "N")]
+    lr_warmup_iters: Option<usize>,
+    /// Step at which the rate reaches its minimum [default: the last one]
+    #[arg(long, value_name = "N")]
+    lr_decay_iters: Option<usize>,
+    /// Learning rate at the start of the warm-up [default: 0]
+    #[arg(long, value_name = "X")]
+    lr_warmup_init: Option<f64>,
+    /// Weight decay; biases and norms have none [default: 0.01]
+    #[arg(long, value_name = "X")]
+    weight_decay: Option<f64>,
+    /// Scale gradients down to this global L2 norm; 0 never does [default: 1]
+    #[arg(long, value_name = "X")]
+    clip_grad: Option<f64>,
+    /// Adam: memory of the gradients' mean [default: 0.9]
+    #[arg(long = "adam-beta1", value_name = "X")]
+    adam_beta1: Option<f64>,
+    /// Adam: memory of the gradients' squares [default: 0.999]
+    #[arg(long = "adam-beta2", value_name = "X")]
+    adam_beta2: Option<f64>,
+    /// Adam: added to the denominator [default: 1e-8]
+    #[arg(long, value_name = "X")]
+    adam_eps: Option<f64>,
+}
+
+impl OptimizerArgs {
+    pub fn apply(&self, optimizer: &mut OptimizerConfig) {
+        set(&mut optimizer.lr, &self.lr);
+        set(&mut optimizer.min_lr, &self.min_lr);
+        set(&mut optimizer.lr_decay_style, &self.lr_decay_style);
+        set(&mut optimizer.lr_warmup_iters, &self.lr_warmup_iters);
+        set_some(&mut optimizer.lr_decay_iters, &self.lr_decay_iters);
+        set(&mut optimizer.lr_warmup_init, &self.lr_warmup_init);
+        set(&mut optimizer.weight_decay, &self.weight_decay);
+        set(&mut optimizer.clip_grad, &self.clip_grad);
+        set(&mut optimizer.adam_beta1, &self.adam_beta1);
+        set(&mut optimizer.adam_beta2, &self.adam_beta2);
+        set(&mut optimizer.adam_eps, &self.adam_eps);
+    }
+}

@@ -1,0 +1,172 @@
+//! The sections that belong to the program; the others are the library's.
+
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// `[training]`: batches, length and start of the run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainingConfig {
+    /// Tokens of a sample.
+    pub seq_length: usize,
+    /// Samples of one forward and backward pass on one rank.
+    pub micro_batch_size: usize,
+    /// Samples of one optimizer step over all ranks.
+    pub global_batch_size: usize,
+    /// Optimizer steps to take.
+    pub train_iters: usize,
+    /// Seed of the initial weights and of the data's order.
+    pub seed: u64,
+    /// Average over the global batch's tokens; false averages each micro batch by itself.
+    pub calculate_per_token_loss: bool,
+    /// Full weights to start from, with Megatron-Core's names.
+    pub init_weights: Option<PathBuf>,
+    /// Where the full weights go at the end.
+    pub save_weights: Option<PathBuf>,
+}
+
+impl Default for TrainingConfig {
+    fn default() -> Self {
+        TrainingConfig {
+            seq_length: 128,
+            micro_batch_size: 1,
+            global_batch_size: 8,
+            train_iters: 100,
+            seed: 1234,
+            calculate_per_token_loss: true,
+            init_weights: None,
+            save_weights: None,
+        }
+    }
+}
+
+/// Megatron's names of its tokenizers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TokenizerType {
+    #[serde(rename = "GPT2BPETokenizer")]
+    Gpt2Bpe,
+    #[serde(rename = "HuggingFaceTokenizer")]
+    HuggingFace,
+    #[serde(rename = "NullTokenizer")]
+    Null,
+}
+
+/// The tokenizer's part of `[data]`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct TokenizerConfig {
+    pub tokenizer_type: Option<TokenizerType>,
+    pub tokenizer_model: Option<PathBuf>,
+    pub vocab_file: Option<PathBuf>,
+    pub merge_file: Option<PathBuf>,
+    pub vocab_size: Option<usize>,
+}
+
+/// `[data]`: what to train on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataConfig {
+    /// Paths of datasets, or weights and paths in turn.
+    pub data_path: Vec<String>,
+    /// Shares of train, validation and test data.
+    pub split: String,
+    pub tokenizer_type: Option<TokenizerType>,
+    /// A HuggingFaceTokenizer's tokenizer.json.
+    pub tokenizer_model: Option<PathBuf>,
+    /// A GPT2BPETokenizer's vocab.json.
+    pub vocab_file: Option<PathBuf>,
+    /// A GPT2BPETokenizer's merges.txt.
+    pub merge_file: Option<PathBuf>,
+    /// Entries of the vocabulary before padding, where no tokenizer says it.
+    pub vocab_size: Option<usize>,
+    /// Batches to take in order, instead of a dataset.
+    pub token_batches: Option<PathBuf>,
+    /// Use that file's `loss_mask`.
+    pub token_batches_loss_mask: bool,
+    /// Steps between two evaluations.
+    pub eval_interval: usize,
+    /// Global batches of one evaluation; 0 never evaluates.
+    pub eval_iters: usize,
+    /// Steps read ahead by a thread per rank; 0 reads on the training thread.
+    pub prefetch: usize,
+}
+
+impl Default for DataConfig {
+    fn default() -> Self {
+        DataConfig {
+            data_path: Vec::new(),
+            split: "969, 30, 1".into(),
+            tokenizer_type: None,
+            tokenizer_model: None,
+            vocab_file: None,
+            merge_file: None,
+            vocab_size: None,
+            token_batches: None,
+            token_batches_loss_mask: false,
+            eval_interval: 1000,
+            eval_iters: 100,
+            prefetch: 2,
+        }
+    }
+}
+
+impl DataConfig {
+    pub fn tokenizer(&self) -> TokenizerConfig {
+        TokenizerConfig {
+            tokenizer_type: self.tokenizer_type,
+            tokenizer_model: self.tokenizer_model.clone(),
+            vocab_file: self.vocab_file.clone(),
+            merge_file: self.merge_file.clone(),
+            vocab_size: self.vocab_size,
+        }
+    }
+}
+
+/// `[logging]`: what is reported, and where it goes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LoggingConfig {
+    /// Steps between two progress lines.
+    pub log_interval: usize,
+    /// JSON lines, one per step.
+    pub metrics_file: Option<PathBuf>,
+    /// The run's folder; `runs/<name>-<time>` where none is given.
+    pub run_dir: Option<PathBuf>,
+    /// Lines instead of the dashboard, on a terminal too.
+    pub no_tui: bool,
+}
+
+impl Default for LoggingConfig {
+    fn default() -> Self {
+        LoggingConfig {
+            log_interval: 100,
+            metrics_file: None,
+            run_dir: None,
+            no_tui: false,
+        }
+    }
+}
+
+/// `[generate]`: the sample at the end.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GenerateConfig {
+    /// Text to continue.
+    pub prompt: String,
+    /// Tokens to add; 0 writes no sample.
+    pub tokens: usize,
+    /// Flatness of the distribution; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// Sample from this many likeliest tokens; 0 from all.
+    pub top_k: usize,
+}
+
+impl Default for GenerateConfig {
+    fn default() -> Self {
+        GenerateConfig {
+            prompt: String::new(),
+            tokens: 0,
+            temperature: 0.8,
+            top_k: 40,
+        }
+    }
+}

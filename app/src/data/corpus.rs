@@ -1,0 +1,308 @@
+//! `--data-path`: Megatron datasets, split, sampled and blended as Megatron does.
+
+use super::{BatchSource, Share, tokenise};
+use crate::config::RunConfig;
+use crate::error::Result;
+use crate::train::intervals;
+use burn_megatron::data::{
+    BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, Prefetch, Sample,
+    Sampler, SamplerConfig, SamplerPosition, Split, SplitRanges, TokenDataset, Tokenizer,
+};
+use burn_megatron::train::MicroBatch;
+use burn_megatron::{Error, Violation};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The datasets of a run, open and indexed.
+pub struct Corpus {
+    train: Arc<dyn TokenDataset>,
+    valid: Option<Arc<dyn TokenDataset>>,
+    tokens: u64,
+    train_iters: usize,
+    evaluations: usize,
+    prefetch: usize,
+}
+
+impl Corpus {
+    /// Opens the datasets; `.jsonl` files are tokenised into `run_dir` first.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is damaged, a split too small for one sample, a bad blend.
+    pub fn open(
+        config: &RunConfig,
+        tokenizer: Option<Arc<Tokenizer>>,
+        run_dir: &Path,
+    ) -> Result<Self> {
+        let blend = Blend::parse(&config.data.data_path);
+        let split = SplitRanges::parse(&config.data.split)?;
+        let mut files = Vec::new();
+        for path in blend.paths {
+            let prefix = match &tokenizer {
+                Some(tokenizer) if is_jsonl(&path) => tokenise::run(&path, tokenizer, run_dir)?,
+                _ => path,
+            };
+            files.push(Arc::new(IndexedDataset::open(prefix)?));
+        }
+        let training = &config.training;
+        let evaluations = match config.data.eval_iters {
+            0 => 0,
+            per_interval => {
+                let all = intervals(training.train_iters, config.data.eval_interval);
+                all.len() * per_interval
+            }
+        };
+        let builder = Builder {
+            files: &files,
+            weights: blend.weights,
+            split,
+            seq_length: training.seq_length,
+            seed: seed(training.seed)?,
+        };
+        let samples = |steps: usize| (steps * training.global_batch_size) as u64;
+        let train = builder.build(Split::Train, samples(training.train_iters))?;
+        let valid = match evaluations {
+            0 => None,
+            steps => builder.build(Split::Valid, samples(steps))?,
+        };
+        let Some(train) = train else {
+            return Err(violation("the split leaves no training data", "969, 30, 1").into());
+        };
+        Ok(Corpus {
+            train,
+            valid,
+            tokens: files.iter().map(|file| file.total_tokens()).sum(),
+            train_iters: training.train_iters,
+            evaluations,
+            prefetch: config.data.prefetch,
+        })
+    }
+
+    /// Tokens of all datasets, over all splits.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// The training batches of one data-parallel rank.
+    pub fn train(&self, share: Share) -> burn_megatron::Result<Box<dyn BatchSource>> {
+        self.source(&self.train, share, self.train_iters)
+    }
+
+    /// The validation batches of one data-parallel rank, where there are any.
+    pub fn valid(&self, share: Share) -> burn_megatron::Result<Option<Box<dyn BatchSource>>> {
+        let valid = self.valid.as_ref();
+        valid
+            .map(|valid| self.source(valid, share, self.evaluations))
+            .transpose()
+    }
+
+    fn source(
+        &self,
+        dataset: &Arc<dyn TokenDataset>,
+        share: Share,
+        steps: usize,
+    ) -> burn_megatron::Result<Box<dyn BatchSource>> {
+        let config = SamplerConfig {
+            micro_batch_size: share.micro_batch_size,
+            global_batch_size: share.global_batch_size,
+            data_parallel_size: share.ranks,
+            data_parallel_rank: share.rank,
+        };
+        let reader = Reader {
+            sampler: Sampler::new(config, dataset.len() as u64)?,
+            dataset: dataset.clone(),
+            global_batch_size: share.global_batch_size as u64,
+        };
+        if self.prefetch == 0 {
+            return Ok(Box::new(Direct { reader, step: 0 }));
+        }
+        let produce = move |step| reader.read(step);
+        let ahead = Prefetch::spawn(0..steps as u64, self.prefetch, produce)?;
+        Ok(Box::new(Ahead(ahead)))
+    }
+}
+
+/// The parts of `--data-path`.
+struct Blend {
+    paths: Vec<PathBuf>,
+    /// One weight per path, where weights were given.
+    weights: Option<Vec<f64>>,
+}
+
+impl Blend {
+    /// As Megatron reads it: weights and paths in turn if every other word is a number, else paths.
+    fn parse(words: &[String]) -> Self {
+        let weights: Option<Vec<f64>> = match words.len() {
+            n if n % 2 == 0 => words.iter().step_by(2).map(|w| w.parse().ok()).collect(),
+            _ => None,
+        };
+        let paths: Vec<PathBuf> = match weights {
+            Some(_) => words.iter().skip(1).step_by(2).map(PathBuf::from).collect(),
+            None => words.iter().map(PathBuf::from).collect(),
+        };
+        Blend { paths, weights }
+    }
+}
+
+/// Builds the dataset of one split.
+struct Builder<'a> {
+    files: &'a [Arc<IndexedDataset>],
+    weights: Option<Vec<f64>>,
+    split: SplitRanges,
+    seq_length: usize,
+    seed: u32,
+}
+
+impl Builder<'_> {
+    /// At least `samples` samples; `None` where the split has no share of the data.
+    fn build(
+        &self,
+        split: Split,
+        samples: u64,
+    ) -> burn_megatron::Result<Option<Arc<dyn TokenDataset>>> {
+        if let [file] = self.files {
+            return self.one(file, split, samples);
+        }
+        // Without weights, each dataset counts for what it holds.
+        let sizes = || self.files.iter().map(|file| file.total_tokens() as f64);
+        let weights = self.weights.clone().unwrap_or_else(|| sizes().collect());
+        let shares = BlendSizes::new(&weights, samples)?;
+        let mut datasets = Vec::new();
+        for (file, &share) in self.files.iter().zip(&shares.num_samples) {
+            match self.one(file, split, share)? {
+                Some(dataset) => datasets.push(dataset),
+                None => return Ok(None),
+            }
+        }
+        let blended = BlendedDataset::new(datasets, &shares.weights, shares.size)?;
+        Ok(Some(Arc::new(blended)))
+    }
+
+    fn one(
+        &self,
+        file: &Arc<IndexedDataset>,
+        split: Split,
+        samples: u64,
+    ) -> burn_megatron::Result<Option<Arc<dyn TokenDataset>>> {
+        let Some(range) = self.split.range(split, file.num_sequences()) else {
+            return Ok(None);
+        };
+        let mut config = GptDatasetConfig::new(self.seq_length, self.seed, Some(samples));
+        config.index_split = split;
+        Ok(Some(Arc::new(GptDataset::new(file.clone(), range, config)?)))
+    }
+}
+
+/// Reads one data-parallel rank's micro batches, by step.
+struct Reader {
+    dataset: Arc<dyn TokenDataset>,
+    sampler: Sampler,
+    global_batch_size: u64,
+}
+
+impl Reader {
+    fn read(&self, step: u64) -> burn_megatron::Result<Vec<MicroBatch>> {
+        let position = SamplerPosition {
+            consumed_samples: step * self.global_batch_size,
+        };
+        (0..self.sampler.num_microbatches())
+            .map(|i| {
+                let samples = self.sampler.samples(position, i)?;
+                let samples = samples.map(|sample| self.dataset.sample(sample as usize));
+                Ok(micro_batch(samples.collect::<burn_megatron::Result<_>>()?))
+            })
+            .collect()
+    }
+}
+
+/// Samples side by side; the mask is left out where it masks nothing, as nearly always.
+fn micro_batch(samples: Vec<Sample>) -> MicroBatch {
+    let mut tokens = Vec::new();
+    let mut mask = Vec::new();
+    for sample in samples {
+        tokens.extend(&sample.tokens);
+        // Labels are the tokens one place on, so only the last is new.
+        tokens.extend(sample.labels.last());
+        mask.extend(&sample.loss_mask);
+    }
+    let masked = mask.iter().any(|&weight| weight != 1.0);
+    MicroBatch {
+        tokens,
+        loss_mask: masked.then_some(mask),
+    }
+}
+
+/// Batches read when they are asked for.
+struct Direct {
+    reader: Reader,
+    step: u64,
+}
+
+impl BatchSource for Direct {
+    fn next(&mut self) -> burn_megatron::Result<Vec<MicroBatch>> {
+        self.step += 1;
+        self.reader.read(self.step - 1)
+    }
+}
+
+/// Batches read ahead, by a thread of their own.
+struct Ahead(Prefetch<Vec<MicroBatch>>);
+
+impl BatchSource for Ahead {
+    fn next(&mut self) -> burn_megatron::Result<Vec<MicroBatch>> {
+        let used_up = || Error::data("dataset", None, "every sample of the run was taken");
+        self.0.next()?.ok_or_else(used_up)
+    }
+}
+
+pub fn is_jsonl(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ending == "jsonl")
+}
+
+/// The shuffles' generator is NumPy's, whose seeds are 32-bit.
+fn seed(seed: u64) -> Result<u32> {
+    let limit = u32::MAX.to_string();
+    u32::try_from(seed).map_err(|_| violation("seed must fit 32 bits", &limit).into())
+}
+
+fn violation(rule: &str, nearest: &str) -> Error {
+    Error::config(vec![Violation {
+        rule: rule.into(),
+        nearest: vec![nearest.into()],
+    }])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(words: &[&str]) -> (Vec<PathBuf>, Option<Vec<f64>>) {
+        let words: Vec<String> = words.iter().map(|word| word.to_string()).collect();
+        let blend = Blend::parse(&words);
+        (blend.paths, blend.weights)
+    }
+
+    #[test]
+    fn weights_and_paths_take_turns() {
+        let paths = |list: &[&str]| list.iter().map(PathBuf::from).collect::<Vec<_>>();
+        assert_eq!(parse(&["a"]), (paths(&["a"]), None));
+        assert_eq!(parse(&["a", "b"]), (paths(&["a", "b"]), None));
+        let (blended, weights) = parse(&["0.3", "a", "0.7", "b"]);
+        assert_eq!((blended, weights), (paths(&["a", "b"]), Some(vec![0.3, 0.7])));
+        assert_eq!(parse(&["1", "a", "b"]).0.len(), 3);
+    }
+
+    #[test]
+    fn a_mask_that_masks_nothing_is_left_out() {
+        let sample = |mask: [f32; 2]| Sample {
+            tokens: vec![1, 2],
+            labels: vec![2, 3],
+            loss_mask: mask.to_vec(),
+            position_ids: vec![0, 1],
+        };
+        let whole = micro_batch(vec![sample([1.0, 1.0]), sample([1.0, 1.0])]);
+        assert_eq!(whole.tokens, [1, 2, 3, 1, 2, 3]);
+        assert_eq!(whole.loss_mask, None);
+        let padded = micro_batch(vec![sample([1.0, 1.0]), sample([1.0, 0.0])]);
+        assert_eq!(padded.loss_mask, Some(vec![1.0, 1.0, 1.0, 0.0]));
+    }
+}

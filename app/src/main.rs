@@ -1,0 +1,23 @@
+//! `megatron`: trains large transformers with Megatron-LM's parallelism, on Burn.
+
+mod cli;
+mod config;
+mod data;
+mod error;
+mod preprocess;
+mod train;
+mod units;
+
+use clap::Parser;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let done = match cli::Cli::parse().command {
+        cli::Command::Train(args) => train::run(&args),
+        cli::Command::Preprocess(args) => preprocess::run(&args),
+    };
+    match done {
+        Ok(code) => code,
+        Err(failure) => failure.report(),
+    }
+}

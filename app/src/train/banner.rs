@@ -1,0 +1,99 @@
+//! What a run says before its first step.
+
+use super::plan::Plan;
+use crate::data::RunData;
+use crate::units::grouped;
+use burn_megatron::optim::LrDecayStyle;
+
+/// Prints the resolved configuration, compactly; the whole of it stands in the run's config.toml.
+pub fn print(plan: &Plan) {
+    for (name, value) in lines(plan) {
+        println!("{name:<9} {value}");
+    }
+    println!();
+}
+
+fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
+    let config = &plan.config;
+    let (training, optimizer) = (&config.training, &config.optimizer);
+    let layout = plan.resolved.layout();
+    let tokens = training.global_batch_size * training.seq_length;
+    let mut lines = vec![
+        ("model", model(plan)),
+        ("grid", format!("{layout}, ranks are threads, Flex CPU backend")),
+        (
+            "batch",
+            format!(
+                "{} samples of {} tokens = {} tokens per step, micro batch {}",
+                training.global_batch_size,
+                training.seq_length,
+                grouped(tokens as u64),
+                training.micro_batch_size
+            ),
+        ),
+        (
+            "schedule",
+            format!(
+                "{} steps, lr {:.1e} to {:.1e} {}, {} warm-up, clip {}, weight decay {}",
+                grouped(training.train_iters as u64),
+                optimizer.lr,
+                optimizer.min_lr,
+                style(optimizer.lr_decay_style),
+                optimizer.lr_warmup_iters,
+                optimizer.clip_grad,
+                optimizer.weight_decay
+            ),
+        ),
+        ("data", data(plan)),
+    ];
+    let start = match &training.init_weights {
+        Some(path) => format!("from {}", path.display()),
+        None => format!("random, seed {}", training.seed),
+    };
+    lines.push(("weights", start));
+    lines.push(("run dir", plan.run_dir.display().to_string()));
+    lines
+}
+
+/// The style's name as the flags spell it.
+fn style(style: LrDecayStyle) -> String {
+    let name = serde_json::to_value(style).ok();
+    let name = name.as_ref().and_then(|name| name.as_str());
+    name.unwrap_or_default().into()
+}
+
+fn model(plan: &Plan) -> String {
+    let (model, resolved) = (&plan.config.model, &plan.resolved);
+    let (total, per_rank) = (resolved.num_parameters(), resolved.parameters_per_rank());
+    format!(
+        "GPT, {} layers, hidden {}, {} heads, vocabulary {} (padded to {}): {} parameters, {} per rank",
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        grouped(resolved.config().vocab_size as u64),
+        grouped(resolved.layout().padded_vocab_size as u64),
+        grouped(total as u64),
+        grouped(per_rank as u64)
+    )
+}
+
+fn data(plan: &Plan) -> String {
+    let data = &plan.config.data;
+    match &plan.data {
+        RunData::Batches(batches) => {
+            let masked = if data.token_batches_loss_mask {
+                ", masked"
+            } else {
+                ""
+            };
+            let path = batches.path().display();
+            format!("{path}: {} steps of token batches{masked}", batches.steps())
+        }
+        RunData::Corpus(corpus) => format!(
+            "{}: {} tokens, split {}",
+            data.data_path.join(" "),
+            grouped(corpus.tokens()),
+            data.split
+        ),
+    }
+}

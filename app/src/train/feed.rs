@@ -1,0 +1,203 @@
+//! Rank 0's reports: to burn-train's event processor, to the metrics file, and to the summary.
+//!
+//! burn-train counts in epochs of a training and a validation split; Megatron counts in steps and
+//! evaluates every so many. So an *interval*, the steps up to an evaluation and the evaluation
+//! itself, is what burn-train sees as an epoch.
+
+use super::metrics::{EvalReport, StepReport};
+use super::strategy::Shim;
+use burn::data::dataloader::Progress;
+use burn::train::metric::store::EventStoreClient;
+use burn::train::{
+    EventProcessorTraining, Interrupter, LearnerEvent, SupervisedTrainingEventProcessor,
+    TrainingItem,
+};
+use burn_megatron::{Error, Result};
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where rank 0 reports.
+pub struct Feed {
+    processor: SupervisedTrainingEventProcessor<Shim>,
+    store: Arc<EventStoreClient>,
+    interrupter: Interrupter,
+    metrics: Option<MetricsFile>,
+    /// Every step's speed, loss and place, for the summary.
+    pub history: History,
+}
+
+/// What the summary at the end is made from.
+#[derive(Debug, Default, Clone)]
+pub struct History {
+    pub first: Option<StepReport>,
+    pub last: Option<StepReport>,
+    /// Tokens per second of every step.
+    pub speeds: Vec<f64>,
+    /// The best mean validation loss, and the interval (from 1) it was measured at the end of.
+    pub best_validation: Option<(f64, usize)>,
+}
+
+/// A split's position, as burn-train wants it.
+fn progress(done: usize, total: usize) -> Progress {
+    Progress::new(done, total, Some("steps".into()))
+}
+
+impl Feed {
+    pub fn new(
+        processor: SupervisedTrainingEventProcessor<Shim>,
+        store: Arc<EventStoreClient>,
+        interrupter: Interrupter,
+        metrics: Option<MetricsFile>,
+    ) -> Self {
+        Feed {
+            processor,
+            store,
+            interrupter,
+            metrics,
+            history: History::default(),
+        }
+    }
+
+    /// The event processor, which burn-train wants back, and what the summary needs.
+    pub fn into_parts(self) -> (SupervisedTrainingEventProcessor<Shim>, History) {
+        (self.processor, self.history)
+    }
+
+    /// Hands an event to burn-train; a metric that failed stops the run through the interrupter.
+    fn train(&mut self, event: LearnerEvent<StepReport>) {
+        let done = self.processor.process_train(event);
+        self.interrupter.fail_on_error(done);
+    }
+
+    fn valid(&mut self, event: LearnerEvent<EvalReport>) {
+        let done = self.processor.process_valid(event);
+        self.interrupter.fail_on_error(done);
+    }
+
+    pub fn start_interval(&mut self, interval: usize, steps: usize) {
+        self.train(LearnerEvent::StartSplit {
+            epoch_number: interval,
+            total_items: steps,
+        });
+    }
+
+    /// Reports step `done` of the interval's `total`.
+    ///
+    /// # Errors
+    /// The metrics file could not be written.
+    pub fn step(&mut self, report: StepReport, done: usize, total: usize) -> Result<()> {
+        if let Some(metrics) = &mut self.metrics {
+            metrics.write(&report)?;
+        }
+        self.history.speeds.push(report.tokens_per_second);
+        self.history.first.get_or_insert_with(|| report.clone());
+        self.history.last = Some(report.clone());
+        let (at, iteration) = (progress(done, total), Some(report.iteration));
+        let rate = Some(report.learning_rate.into());
+        let item = TrainingItem::new(report, at, iteration, rate);
+        self.train(LearnerEvent::ProcessedItem(item));
+        Ok(())
+    }
+
+    pub fn end_steps(&mut self, interval: usize) {
+        self.train(LearnerEvent::EndSplit(interval));
+    }
+
+    pub fn start_evaluation(&mut self, interval: usize, batches: usize) {
+        self.valid(LearnerEvent::StartSplit {
+            epoch_number: interval,
+            total_items: batches,
+        });
+    }
+
+    pub fn evaluated(&mut self, report: EvalReport, done: usize, total: usize) {
+        let item = TrainingItem::new(report, progress(done, total), None, None);
+        self.valid(LearnerEvent::ProcessedItem(item));
+    }
+
+    pub fn end_evaluation(&mut self, interval: usize) {
+        self.valid(LearnerEvent::EndSplit(interval));
+    }
+
+    pub fn end_interval(&mut self, interval: usize) {
+        self.train(LearnerEvent::EndEpoch(interval));
+    }
+
+    /// Waits until everything reported is stored, and looks up the best validation loss.
+    pub fn finish(&mut self) {
+        use burn::train::metric::store::{Aggregate, Direction, Split};
+        let flushed = self.processor.flush();
+        self.interrupter.fail_on_error(flushed);
+        let (name, mean) = (super::metrics::LOSS, Aggregate::Mean);
+        let best = self
+            .store
+            .find_epoch(name, mean, Direction::Lowest, &Split::Valid);
+        self.history.best_validation = best.and_then(|interval| {
+            let loss = self.store.find_metric(name, interval, mean, &Split::Valid);
+            loss.map(|loss| (loss, interval))
+        });
+    }
+}
+
+/// `--metrics-file`: a JSON line per step, on disk as soon as the step is done.
+pub struct MetricsFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl MetricsFile {
+    /// Creates the file, replacing one of that name.
+    ///
+    /// # Errors
+    /// It could not be created.
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path).map_err(|e| Error::io(path, e))?;
+        let path = path.to_path_buf();
+        Ok(MetricsFile { file, path })
+    }
+
+    fn write(&mut self, report: &StepReport) -> Result<()> {
+        let mut line = serde_json::to_vec(report).map_err(|e| Error::io(&self.path, e.into()))?;
+        line.push(b'\n');
+        // One unbuffered write per line: whoever reads the file never sees half of one.
+        let written = self.file.write_all(&line);
+        written.map_err(|e| Error::io(&self.path, e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_survive_the_metrics_file_bit_for_bit() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.jsonl");
+        let mut metrics = MetricsFile::create(&path).unwrap();
+        let losses = [5.084_334_f32, f32::MIN_POSITIVE, 1.0 / 3.0, 7.25e-12];
+        for (i, &lm_loss) in losses.iter().enumerate() {
+            let report = StepReport {
+                iteration: i + 1,
+                lm_loss,
+                grad_norm: 0.1 + 0.2,
+                learning_rate: 1e-4 / 3.0,
+                consumed_samples: 8,
+                tokens_per_second: 1234.5,
+                step_time_s: 0.01,
+            };
+            metrics.write(&report).unwrap();
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let read: Vec<StepReport> = text
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect();
+        assert_eq!(read.len(), losses.len());
+        for (report, loss) in read.iter().zip(losses) {
+            assert_eq!(report.lm_loss.to_bits(), loss.to_bits());
+            assert_eq!(report.grad_norm.to_bits(), (0.1_f64 + 0.2).to_bits());
+        }
+    }
+}

@@ -1,0 +1,42 @@
+//! `megatron train`: from the command line to a trained model.
+//!
+//! Everything that can be wrong is found by [`Plan::prepare`], on the main thread. Then burn-train
+//! is given a strategy ([`strategy`]) that runs one thread per rank ([`rank`]); rank 0 reports to
+//! burn-train's event processor ([`feed`]), which keeps the metrics ([`metrics`]) and draws them
+//! ([`lines`], or burn-train's dashboard).
+
+mod banner;
+mod feed;
+mod interrupt;
+mod lines;
+mod metrics;
+mod plan;
+mod rank;
+mod report;
+mod strategy;
+mod terminal;
+
+pub use plan::Plan;
+pub use rank::intervals;
+
+use crate::cli::TrainArgs;
+use crate::config::RunConfig;
+use crate::error::{INTERRUPTED, Result};
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Runs `megatron train`.
+pub fn run(args: &TrainArgs) -> Result<ExitCode> {
+    let started = Instant::now();
+    let config = RunConfig::load(args)?;
+    let name = args.config.as_deref().and_then(|path| path.file_stem());
+    let name = name.map_or("train".into(), |stem| stem.to_string_lossy());
+    let plan = Plan::prepare(config, &name)?;
+    banner::print(&plan);
+    let ended = strategy::launch(&plan)?;
+    report::print(&plan, &ended, started.elapsed())?;
+    Ok(match ended.interrupted {
+        true => ExitCode::from(INTERRUPTED),
+        false => ExitCode::SUCCESS,
+    })
+}

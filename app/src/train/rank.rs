@@ -1,0 +1,173 @@
+//! One rank's run: steps, evaluations, and what is left behind at the end.
+
+use super::feed::Feed;
+use super::metrics::{EvalReport, StepReport};
+use super::plan::Plan;
+use crate::data::BatchSource;
+use burn::train::Interrupter;
+use burn_megatron::Result;
+use burn_megatron::comm::{Communicator, ReduceOp};
+use burn_megatron::launch::RankContext;
+use burn_megatron::train::Trainer;
+use std::ops::Range;
+use std::time::Instant;
+
+/// How a rank's run ended; the same on every rank.
+#[derive(Debug, Default, Clone)]
+pub struct RankEnd {
+    /// Somebody asked to stop before the last step.
+    pub interrupted: bool,
+    /// The step whose loss was not a number; the run stopped there.
+    pub diverged_at: Option<usize>,
+    /// The sample's new tokens.
+    pub sample: Option<Vec<i64>>,
+}
+
+/// The steps up to an evaluation, from 0, for each evaluation in turn; the last may be short.
+pub fn intervals(train_iters: usize, eval_interval: usize) -> Vec<Range<usize>> {
+    (0..train_iters)
+        .step_by(eval_interval.max(1))
+        .map(|start| start..train_iters.min(start.saturating_add(eval_interval)))
+        .collect()
+}
+
+/// Trains on this rank; `feed` is rank 0's.
+///
+/// # Errors
+/// The first thing that failed on this rank. The launcher ends the other ranks and keeps the cause.
+pub fn run(
+    plan: &Plan,
+    rank: &RankContext,
+    interrupter: &Interrupter,
+    mut feed: Option<&mut Feed>,
+) -> Result<RankEnd> {
+    let mut trainer = Trainer::new(&plan.resolved, rank, plan.init.as_ref())?;
+    let share = plan.share(rank.groups.dp.comm.rank());
+    let mut batches = plan.data.train(share)?;
+    let mut valid = plan.data.valid(share)?;
+    let mut end = RankEnd::default();
+    let config = &plan.config;
+    let all = intervals(config.training.train_iters, config.data.eval_interval);
+    for (interval, steps) in (1..).zip(all) {
+        if let Some(feed) = feed.as_deref_mut() {
+            feed.start_interval(interval, steps.len());
+        }
+        for step in steps.clone() {
+            let report = train_step(&mut trainer, batches.as_mut())?;
+            if !report.lm_loss.is_finite() {
+                end.diverged_at = Some(report.iteration);
+            }
+            if let Some(feed) = feed.as_deref_mut() {
+                feed.step(report, step - steps.start + 1, steps.len())?;
+            }
+            let stop = stop_agreed(rank.groups.world.comm.as_ref(), interrupter)?;
+            // After the last step there is nothing left to cut short.
+            end.interrupted = stop && step + 1 < config.training.train_iters;
+            if end.interrupted || end.diverged_at.is_some() {
+                break;
+            }
+        }
+        if let Some(feed) = feed.as_deref_mut() {
+            feed.end_steps(interval);
+        }
+        let stop = end.interrupted || end.diverged_at.is_some();
+        if let (Some(valid), false) = (valid.as_deref_mut(), stop) {
+            evaluate(plan, &mut trainer, valid, interval, feed.as_deref_mut())?;
+        }
+        if let Some(feed) = feed.as_deref_mut() {
+            feed.end_interval(interval);
+        }
+        if stop {
+            break;
+        }
+    }
+    if let Some(feed) = feed {
+        feed.finish();
+    }
+    leave(plan, &mut trainer, end)
+}
+
+/// Saves the weights and writes the sample, unless there is nothing sane to save.
+fn leave(plan: &Plan, trainer: &mut Trainer, mut end: RankEnd) -> Result<RankEnd> {
+    if end.diverged_at.is_some() {
+        return Ok(end);
+    }
+    if let Some(path) = &plan.config.training.save_weights {
+        trainer.save_weights(path)?;
+    }
+    if let Some(sample) = &plan.sample {
+        let text = trainer.generate(&sample.prompt, sample.max_new_tokens, &sample.sampling)?;
+        end.sample = Some(text);
+    }
+    Ok(end)
+}
+
+/// One step with its time, from waiting for the data to the last reduction.
+fn train_step(trainer: &mut Trainer, batches: &mut dyn BatchSource) -> Result<StepReport> {
+    let start = Instant::now();
+    let batch = batches.next()?;
+    let step = trainer.train_step(&batch)?;
+    let step_time_s = start.elapsed().as_secs_f64();
+    Ok(StepReport {
+        iteration: step.iteration,
+        lm_loss: step.lm_loss,
+        grad_norm: step.grad_norm,
+        learning_rate: step.learning_rate,
+        consumed_samples: step.consumed_samples,
+        tokens_per_second: step.tokens as f64 / step_time_s,
+        step_time_s,
+    })
+}
+
+/// Evaluates on the next batches of the validation data, as Megatron does, not on the same ones.
+fn evaluate(
+    plan: &Plan,
+    trainer: &mut Trainer,
+    valid: &mut dyn BatchSource,
+    interval: usize,
+    mut feed: Option<&mut Feed>,
+) -> Result<()> {
+    let batches = plan.config.data.eval_iters;
+    if let Some(feed) = feed.as_deref_mut() {
+        feed.start_evaluation(interval, batches);
+    }
+    for done in 1..=batches {
+        let sum = trainer.evaluate(&valid.next()?)?;
+        if let Some(feed) = feed.as_deref_mut() {
+            let report = EvalReport {
+                loss: sum.sum / sum.tokens,
+                tokens: sum.tokens as usize,
+            };
+            feed.evaluated(report, done, batches);
+        }
+    }
+    if let Some(feed) = feed {
+        feed.end_evaluation(interval);
+    }
+    Ok(())
+}
+
+/// Whether all ranks stop after this step.
+///
+/// The interrupter is set at any moment, by a signal or by the dashboard, and the ranks look at it
+/// at different moments: acting on one's own view would leave a rank waiting in a collective that
+/// the others never enter. So each rank contributes what it saw and all act on the maximum, which
+/// is one value for the whole world at one step, whatever the transport.
+fn stop_agreed(world: &dyn Communicator, interrupter: &Interrupter) -> Result<bool> {
+    let mut flag = [f32::from(u8::from(interrupter.should_stop()))];
+    world.all_reduce(&mut flag, ReduceOp::Max)?;
+    Ok(flag[0] > 0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn intervals_cover_every_step_once() {
+        assert_eq!(intervals(7, 3), [0..3, 3..6, 6..7]);
+        assert_eq!(intervals(6, 3), [0..3, 3..6]);
+        assert_eq!(intervals(2, usize::MAX), [0..2]);
+        assert!(intervals(0, 5).is_empty());
+    }
+}

@@ -1,0 +1,76 @@
+//! What a run says after its last step.
+
+use super::plan::Plan;
+use super::rank;
+use super::strategy::Ended;
+use crate::error::Result;
+use crate::units::{duration, grouped};
+use std::time::Duration;
+
+/// Prints the sample, the summary and the files.
+pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
+    println!();
+    let history = &ended.history;
+    let (Some(first), Some(last)) = (&history.first, &history.last) else {
+        println!("no step was taken");
+        return Ok(());
+    };
+    if let (Some(sample), Some(tokens)) = (&plan.sample, &ended.sample) {
+        println!("sample after {} steps:", last.iteration);
+        let text = sample.text(tokens)?;
+        text.lines().for_each(|line| println!("  {line}"));
+        println!();
+    }
+    let steps = plan.config.training.train_iters;
+    match ended.interrupted {
+        true => println!("stopped by request at iteration {} of {steps}", last.iteration),
+        false => println!("trained {steps} steps in {}", duration(wall)),
+    }
+    println!(
+        "  loss      {:.4} at first, {:.4} at last ({:.0}%)",
+        first.lm_loss,
+        last.lm_loss,
+        100.0 * last.lm_loss / first.lm_loss
+    );
+    if let Some((loss, interval)) = history.best_validation {
+        let config = &plan.config;
+        let all = rank::intervals(steps, config.data.eval_interval);
+        let iteration = all.get(interval - 1).map_or(last.iteration, |steps| steps.end);
+        println!("  validated {loss:.4} at best, after iteration {iteration}");
+    }
+    println!("  speed     {} tokens/s, median", grouped(median(&history.speeds) as u64));
+    println!("  files     {}", files(plan));
+    Ok(())
+}
+
+fn files(plan: &Plan) -> String {
+    let dir = plan.run_dir.display();
+    let mut files = vec![format!("{dir}/ (config.toml, metrics in train/ and valid/)")];
+    let config = &plan.config;
+    let named = [&config.logging.metrics_file, &config.training.save_weights];
+    files.extend(named.into_iter().flatten().map(|path| path.display().to_string()));
+    files.join(", ")
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => sorted[middle],
+        _ => f64::midpoint(sorted[middle - 1], sorted[middle]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::median;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert!(median(&[]).is_nan());
+    }
+}

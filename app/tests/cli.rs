@@ -1,0 +1,304 @@
+//! The program as its users meet it: flags, messages, exit codes, files.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// The repository: configs name the bundled corpus relative to it.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn fixture(name: &str) -> String {
+    let path = root().join("tests/fixtures").join(name);
+    path.to_string_lossy().into_owned()
+}
+
+fn megatron(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_megatron"));
+    command.current_dir(root()).args(args);
+    command
+}
+
+/// A run's folder, and the flags that put its files there.
+struct Run {
+    dir: TempDir,
+}
+
+impl Run {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        Run { dir }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.dir.path().join(name).to_string_lossy().into_owned()
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = megatron(&["train", "--no-tui"]);
+        command.args(["--run-dir", &self.path("run")]);
+        command.args(["--metrics-file", &self.path("metrics.jsonl")]);
+        command.args(args);
+        command
+    }
+
+    fn metrics(&self) -> Vec<Value> {
+        let text = fs::read_to_string(self.path("metrics.jsonl")).unwrap();
+        let lines = text.lines();
+        lines.map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// The losses' bits.
+    fn losses(&self) -> Vec<u32> {
+        let bits = |step: &Value| (step["lm_loss"].as_f64().unwrap() as f32).to_bits();
+        self.metrics().iter().map(bits).collect()
+    }
+}
+
+fn stderr(command: &mut Command, code: i32) -> String {
+    let output = command.assert().code(code).get_output().clone();
+    String::from_utf8(output.stderr).unwrap()
+}
+
+fn stdout(command: &mut Command) -> String {
+    let output = command.assert().success().get_output().clone();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The flags in a help text, sorted.
+fn flags(command: &str) -> Vec<String> {
+    let help = stdout(&mut megatron(&[command, "--help"]));
+    let mut flags: Vec<String> = help
+        .lines()
+        .filter_map(|line| line.trim_start().strip_prefix("--"))
+        .filter_map(|line| line.split_whitespace().next())
+        .map(|name| format!("{command} --{name}"))
+        .collect();
+    flags.sort();
+    flags
+}
+
+/// A new, renamed or removed flag shows up here; options.txt is then edited by hand, on purpose.
+#[test]
+fn the_flags_are_those_of_the_list() {
+    let expected = include_str!("options.txt");
+    let found: Vec<String> = ["preprocess", "train"].iter().flat_map(|c| flags(c)).collect();
+    let expected: Vec<&str> = expected.lines().collect();
+    assert_eq!(found, expected, "see app/tests/options.txt");
+}
+
+#[test]
+fn every_violation_is_listed_before_anything_runs() {
+    let run = Run::new();
+    let message = stderr(
+        &mut run.command(&[
+            "--num-attention-heads",
+            "3",
+            "--hidden-size",
+            "64",
+            "--tensor-model-parallel-size",
+            "2",
+            "--world-size",
+            "3",
+            "--global-batch-size",
+            "7",
+            "--log-interval",
+            "0",
+        ]),
+        2,
+    );
+    for part in [
+        "log_interval must be at least 1",
+        "num_attention_heads 3",
+        "world_size 3",
+        "--data-path or --token-batches",
+        "nearest legal",
+        "help:",
+    ] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    assert!(!Path::new(&run.path("run")).exists(), "a folder was made");
+}
+
+#[test]
+fn an_unknown_key_names_file_and_key() {
+    let run = Run::new();
+    let config = run.path("mine.toml");
+    fs::write(&config, "[training]\ntrain_iter = 3\n").unwrap();
+    let message = stderr(&mut run.command(&["--config", &config]), 2);
+    for part in ["mine.toml", "train_iter", "line 2", "train_iters"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+}
+
+#[test]
+fn a_missing_file_says_what_to_do() {
+    let run = Run::new();
+    let message = stderr(&mut run.command(&["--config", "no-such.toml"]), 1);
+    assert!(message.contains("no-such.toml"), "{message}");
+    assert!(message.contains("relative paths start at"), "{message}");
+}
+
+#[test]
+fn preprocess_writes_megatrons_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("small");
+    let input = fixture("data/small.jsonl");
+    let (vocab, merges) = (fixture("gpt2/vocab.json"), fixture("gpt2/merges.txt"));
+    for workers in ["1", "3"] {
+        let args = [
+            "preprocess",
+            "--input",
+            &input,
+            "--output-prefix",
+            &prefix.to_string_lossy(),
+            "--tokenizer-type",
+            "GPT2BPETokenizer",
+            "--vocab-file",
+            &vocab,
+            "--merge-file",
+            &merges,
+            "--append-eod",
+            "--workers",
+            workers,
+        ];
+        let said = stdout(&mut megatron(&args));
+        assert!(said.contains("81 documents"), "{said}");
+        assert!(said.contains("6,354 tokens"), "{said}");
+        for ending in ["bin", "idx"] {
+            let name = format!("small_text_document.{ending}");
+            let written = fs::read(dir.path().join(&name)).unwrap();
+            let expected = fs::read(fixture(&format!("data/{name}"))).unwrap();
+            assert!(written == expected, "{name} differs with {workers} workers");
+        }
+    }
+}
+
+#[test]
+fn a_bad_json_line_is_named_or_skipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = dir.path().join("bad.jsonl");
+    fs::write(&input, "{\"text\": \"1 2\"}\n{\"text\": \n{\"text\": \"3\"}\n").unwrap();
+    let (input, prefix) = (input.to_string_lossy(), dir.path().join("out"));
+    let args = [
+        "preprocess",
+        "--input",
+        &input,
+        "--output-prefix",
+        &prefix.to_string_lossy(),
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "10",
+    ];
+    let message = stderr(&mut megatron(&args), 1);
+    assert!(message.contains("bad.jsonl"), "{message}");
+    assert!(message.contains("line 2"), "{message}");
+    assert!(message.contains("--skip-bad-lines"), "{message}");
+    let said = stdout(megatron(&args).arg("--skip-bad-lines"));
+    assert!(said.contains("2 documents"), "{said}");
+    assert!(said.contains("1 bad line"), "{said}");
+}
+
+/// The flags of the fixtures' GPT, trained from their weights on their tokens.
+fn fixture_run(run: &Run) -> Command {
+    let mut command = run.command(&[]);
+    for pair in [
+        ["--num-layers", "4"],
+        ["--hidden-size", "64"],
+        ["--num-attention-heads", "4"],
+        ["--seq-length", "32"],
+        ["--micro-batch-size", "2"],
+        ["--global-batch-size", "8"],
+        ["--train-iters", "8"],
+        ["--vocab-size", "128"],
+        ["--lr", "1e-3"],
+        ["--min-lr", "1e-4"],
+        ["--lr-decay-style", "cosine"],
+        ["--lr-warmup-iters", "2"],
+        ["--lr-decay-iters", "8"],
+        ["--weight-decay", "0.1"],
+        ["--clip-grad", "1.0"],
+        ["--adam-beta1", "0.9"],
+        ["--adam-beta2", "0.95"],
+        ["--tensor-model-parallel-size", "2"],
+        ["--world-size", "4"],
+        ["--init-weights", &fixture("gpt_init.safetensors")],
+        ["--token-batches", &fixture("train_tokens.safetensors")],
+    ] {
+        command.args(pair);
+    }
+    command
+}
+
+#[test]
+fn a_run_at_tp2_dp2_follows_megatrons_and_repeats_itself() {
+    let (run, again) = (Run::new(), Run::new());
+    let said = stdout(&mut fixture_run(&run));
+    assert!(said.contains("tp=2 pp=1 dp=2 (world 4)"), "{said}");
+    stdout(&mut fixture_run(&again));
+    assert_eq!(run.losses(), again.losses(), "two runs differ");
+
+    let text = fs::read_to_string(fixture("gpt_trajectory.json")).unwrap();
+    let megatrons: Value = serde_json::from_str(&text).unwrap();
+    let megatrons = megatrons["steps"].as_array().unwrap();
+    let ours = run.metrics();
+    assert_eq!(ours.len(), megatrons.len());
+    for (ours, theirs) in ours.iter().zip(megatrons) {
+        let number = |value: &Value| value.as_f64().unwrap();
+        let loss = number(&ours["lm_loss"]) - number(&theirs["lm_loss"]);
+        assert!(loss.abs() <= 2e-6, "{ours} {theirs}");
+        let norm = number(&ours["grad_norm"]) / number(&theirs["grad_norm"]) - 1.0;
+        assert!(norm.abs() <= 1e-5, "{ours} {theirs}");
+        assert_eq!(ours["iteration"], theirs["step"]);
+    }
+    let last = &ours[7];
+    assert_eq!(last["consumed_samples"], 64);
+    for key in ["learning_rate", "tokens_per_second", "step_time_s"] {
+        assert!(last[key].is_number(), "{key}: {last}");
+    }
+}
+
+#[test]
+fn batches_of_another_shape_are_refused_before_the_run() {
+    let run = Run::new();
+    let mut command = fixture_run(&run);
+    let message = stderr(command.args(["--seq-length", "16"]), 2);
+    assert!(message.contains("[steps, 8, 17], not [8, 8, 33]"), "{message}");
+}
+
+/// The quickstart, cut to three steps: tokenising, training, evaluating, writing a sample, and a
+/// saved configuration that runs again.
+#[test]
+fn the_quickstart_starts_and_ends() {
+    let (run, again) = (Run::new(), Run::new());
+    let short = ["--train-iters", "3", "--eval-iters", "1", "--generate-tokens", "4"];
+    let mut command = run.command(&["--config", "configs/quickstart.toml"]);
+    let said = stdout(command.args(short));
+    for part in [
+        "tp=2 pp=1 dp=2 (world 4)",
+        "iteration   1/3",
+        "validation after iteration 3",
+        "It was the whale",
+        "trained 3 steps",
+    ] {
+        let part = part.replace("  1/3", "1/3");
+        assert!(said.contains(&part), "{part}: {said}");
+    }
+    let saved = run.path("run/config.toml");
+    let mut command = again.command(&["--config", &saved]);
+    stdout(&mut command);
+    assert_eq!(run.losses(), again.losses(), "the saved config runs another run");
+}
+
+#[test]
+fn a_used_run_directory_is_refused() {
+    let run = Run::new();
+    fs::create_dir(run.path("run")).unwrap();
+    fs::write(run.path("run/config.toml"), "").unwrap();
+    let message = stderr(&mut fixture_run(&run), 2);
+    assert!(message.contains("is not empty"), "{message}");
+}

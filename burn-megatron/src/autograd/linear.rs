@@ -1,0 +1,80 @@
+//! `y = x · Wᵀ` with the weight stored as `[out, in]`, as Megatron and PyTorch store it.
+//!
+//! One two-dimensional product each way, and a weight gradient that comes out contiguous in the
+//! weight's own layout. (A batched product against a transposed view would give one weight
+//! gradient per sequence position, to be summed, and then transposed.)
+
+use super::ParallelOps;
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
+use burn::tensor::{Shape, Tensor};
+
+/// `x [.., in] · weightᵀ -> [.., out]` for a `weight [out, in]`.
+pub fn linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::linear_transposed(x.into_dispatch(), weight.into_dispatch()))
+}
+
+/// Returns the product and `x` as the matrix `[rows, in]`.
+pub(super) fn forward<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let shape = x.shape();
+    let x = as_matrix::<B>(x);
+    let y = B::float_matmul(x.clone(), B::float_transpose(weight.clone()));
+    (B::float_reshape(y, with_last(shape, weight.shape()[0])), x)
+}
+
+/// Views `[.., n]` as `[rows, n]`.
+fn as_matrix<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let shape = x.shape();
+    let last = shape[shape.num_dims() - 1];
+    B::float_reshape(x, Shape::new([shape.num_elements() / last, last]))
+}
+
+fn with_last(shape: Shape, last: usize) -> Shape {
+    let mut dims: Vec<usize> = shape.iter().copied().collect();
+    if let Some(d) = dims.last_mut() {
+        *d = last;
+    }
+    Shape::from(dims)
+}
+
+pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    weight: FloatTensor<Autodiff<B, C>>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct LinearBackward;
+
+    impl<B: ParallelOps> Backward<B, 2> for LinearBackward {
+        /// `x [rows, in]`, the weight, and the shape of the input.
+        type State = (FloatTensor<B>, FloatTensor<B>, Shape);
+
+        fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let (x, weight, shape) = ops.state;
+            let [to_x, to_weight] = ops.parents;
+            let dy = as_matrix::<B>(grads.consume::<B>(&ops.node));
+            if let Some(node) = to_x {
+                let dx = B::float_matmul(dy.clone(), weight);
+                grads.register::<B>(node.id, B::float_reshape(dx, shape));
+            }
+            if let Some(node) = to_weight {
+                grads.register::<B>(node.id, B::float_matmul(B::float_transpose(dy), x));
+            }
+        }
+    }
+
+    let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
+    match LinearBackward.prepare::<C>([x_node, weight_node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => {
+            let shape = x.shape();
+            let (y, x) = forward::<B>(x, weight.clone());
+            prep.finish((x, weight, shape), y)
+        }
+        OpsKind::UnTracked(prep) => prep.finish(B::linear_transposed(x, weight)),
+    }
+}

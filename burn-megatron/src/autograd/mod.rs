@@ -1,0 +1,82 @@
+//! Differentiable operations that Burn does not have, each with its backward written beside it.
+//!
+//! The functions re-exported here work on plain [`Tensor`](burn::tensor::Tensor)s, with autodiff or
+//! without. [`ParallelOps`] is the seam below them: one default body in backend primitives per
+//! operation, which a backend may replace, and one implementation for Burn's autodiff decorator.
+
+mod collective;
+mod cross_entropy;
+mod gelu;
+mod linear;
+mod mappings;
+
+pub use collective::{Collective, CollectivePair};
+pub use cross_entropy::{VocabShard, vocab_parallel_cross_entropy};
+pub use gelu::{GeluApproximation, gelu};
+pub use linear::linear;
+pub use mappings::*;
+
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Autodiff, Backend, Flex, backend_extension};
+
+/// The operations of this module as an extension of Burn's backends.
+///
+/// The default bodies are made of backend primitives; the `Autodiff` implementations delegate to
+/// the file of each operation, where its backward stands.
+#[backend_extension(Flex, Autodiff)]
+pub trait ParallelOps: Backend {
+    /// Runs the pair's forward collective on `x`; under autodiff its conjugate runs on the gradient.
+    fn collective(x: FloatTensor<Self>, pair: CollectivePair) -> FloatTensor<Self> {
+        collective::run::<Self>(x, pair.forward, &pair.comm)
+    }
+
+    /// `x [.., in] · weightᵀ [in, out] -> [.., out]`, the weight stored as `[out, in]`.
+    fn linear_transposed(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        linear::forward::<Self>(x, weight).0
+    }
+
+    /// GELU in the given approximation.
+    fn gelu_with(x: FloatTensor<Self>, approximation: GeluApproximation) -> FloatTensor<Self> {
+        gelu::forward::<Self>(x, approximation)
+    }
+
+    /// Cross entropy `[n]` of `logits [n, vocabulary shard]` for global `target` ids `[n]`.
+    fn vocab_parallel_cross_entropy(
+        logits: FloatTensor<Self>,
+        target: IntTensor<Self>,
+        shard: VocabShard,
+    ) -> FloatTensor<Self> {
+        cross_entropy::forward::<Self>(logits, target, &shard).0
+    }
+}
+
+impl ParallelOps for Flex {}
+
+impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
+    fn collective(x: FloatTensor<Self>, pair: CollectivePair) -> FloatTensor<Self> {
+        collective::autodiff::<B, C>(x, pair)
+    }
+
+    fn linear_transposed(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        linear::autodiff::<B, C>(x, weight)
+    }
+
+    fn gelu_with(x: FloatTensor<Self>, approximation: GeluApproximation) -> FloatTensor<Self> {
+        gelu::autodiff::<B, C>(x, approximation)
+    }
+
+    fn vocab_parallel_cross_entropy(
+        logits: FloatTensor<Self>,
+        target: IntTensor<Self>,
+        shard: VocabShard,
+    ) -> FloatTensor<Self> {
+        cross_entropy::autodiff::<B, C>(logits, target, shard)
+    }
+}
+
+/// Reads a float tensor back to the host, as contiguous data.
+pub(crate) fn to_host<B: Backend>(x: FloatTensor<B>) -> burn::tensor::TensorData {
+    let read = burn::backend::try_read_sync(B::float_into_data(x));
+    read.expect("the device supports synchronous reads").expect("the device returns its data")
+}

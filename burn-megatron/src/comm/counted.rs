@@ -1,0 +1,139 @@
+//! A communicator that accounts for every call: how many, how many bytes, how long.
+
+use super::{CommRef, Communicator, ReduceOp};
+use crate::error::Result;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The collectives that are told apart in the accounts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Collective {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+    Broadcast,
+    Barrier,
+}
+
+impl Collective {
+    /// Every collective, in the order of the accounts.
+    pub const ALL: [Collective; 5] = [
+        Collective::AllReduce,
+        Collective::AllGather,
+        Collective::ReduceScatter,
+        Collective::Broadcast,
+        Collective::Barrier,
+    ];
+
+    /// Its name as Megatron's and NCCL's users write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Collective::AllReduce => "all-reduce",
+            Collective::AllGather => "all-gather",
+            Collective::ReduceScatter => "reduce-scatter",
+            Collective::Broadcast => "broadcast",
+            Collective::Barrier => "barrier",
+        }
+    }
+}
+
+/// What one rank spent on one kind of collective in one group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Account {
+    pub calls: u64,
+    /// Bytes of the whole tensor that the collective completes (NCCL's "size"): the buffer of an
+    /// all-reduce or broadcast, the gathered result, the tensor before it is scattered.
+    pub bytes: u64,
+    /// Time inside the calls, waiting for slower ranks included.
+    pub time: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Cell {
+    calls: AtomicU64,
+    bytes: AtomicU64,
+    nanos: AtomicU64,
+}
+
+/// The accounts of one rank in one group, one per kind of collective.
+#[derive(Debug, Default)]
+pub struct Accounts([Cell; 5]);
+
+impl Accounts {
+    /// What was spent on `collective` so far.
+    pub fn of(&self, collective: Collective) -> Account {
+        let cell = &self.0[collective as usize];
+        Account {
+            calls: cell.calls.load(Relaxed),
+            bytes: cell.bytes.load(Relaxed),
+            time: Duration::from_nanos(cell.nanos.load(Relaxed)),
+        }
+    }
+}
+
+/// Wraps a communicator and keeps [`Accounts`] of its successful calls.
+pub struct Counted {
+    inner: CommRef,
+    accounts: Arc<Accounts>,
+}
+
+impl Counted {
+    /// Wraps `inner`; the accounts stay readable through the second value.
+    pub fn new(inner: CommRef) -> (CommRef, Arc<Accounts>) {
+        let accounts = Arc::new(Accounts::default());
+        let counted = Counted {
+            inner,
+            accounts: accounts.clone(),
+        };
+        (Arc::new(counted), accounts)
+    }
+
+    fn count(&self, of: Collective, bytes: usize, call: impl FnOnce() -> Result<()>) -> Result<()> {
+        let start = Instant::now();
+        call()?;
+        let cell = &self.accounts.0[of as usize];
+        cell.calls.fetch_add(1, Relaxed);
+        cell.bytes.fetch_add(bytes as u64, Relaxed);
+        cell.nanos.fetch_add(start.elapsed().as_nanos() as u64, Relaxed);
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Counted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.inner.fmt(f)
+    }
+}
+
+impl Communicator for Counted {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn all_reduce(&self, buf: &mut [f32], op: ReduceOp) -> Result<()> {
+        self.count(Collective::AllReduce, size_of_val(buf), || self.inner.all_reduce(buf, op))
+    }
+
+    fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
+        self.count(Collective::AllGather, recv.len(), || self.inner.all_gather(send, recv))
+    }
+
+    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
+        self.count(Collective::ReduceScatter, size_of_val(send), || {
+            self.inner.reduce_scatter(send, recv)
+        })
+    }
+
+    fn broadcast(&self, buf: &mut [u8], root: usize) -> Result<()> {
+        self.count(Collective::Broadcast, buf.len(), || self.inner.broadcast(buf, root))
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.count(Collective::Barrier, 0, || self.inner.barrier())
+    }
+}

@@ -1,0 +1,108 @@
+//! Collective communication between ranks.
+//!
+//! [`Communicator`] is one rank's end of one group. The transport behind it is chosen at launch:
+//! [`threads`] joins the ranks of one process. [`counted`] wraps any of them and accounts for every
+//! call. Reductions run in rank order, so that a result is the same bits every time.
+
+pub mod counted;
+pub mod threads;
+
+use crate::error::{Error, Result};
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// A shared handle on one rank's end of a group.
+pub type CommRef = Arc<dyn Communicator>;
+
+/// How a reduction combines the ranks' values, in rank order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    Sum,
+    Max,
+}
+
+/// One rank's end of a group of ranks: blocking collectives over host memory.
+///
+/// Every rank of the group makes the same calls in the same order with the same lengths; a rank
+/// that does not is found out and named. A call returns once its own buffers may be used again.
+/// Waiting is bounded: a peer that failed, or that does not come within the group's timeout, ends
+/// the call with an error naming the waiting rank, the operation and the missing peers.
+pub trait Communicator: Debug + Send + Sync {
+    /// This rank's place in the group, `0..size`.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks in the group.
+    fn size(&self) -> usize;
+
+    /// Replaces `buf` on every rank by the element-wise reduction over the group.
+    fn all_reduce(&self, buf: &mut [f32], op: ReduceOp) -> Result<()>;
+
+    /// Concatenates the ranks' `send` in rank order: `recv.len() == size * send.len()` bytes.
+    fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()>;
+
+    /// Sums the ranks' `send` and leaves part `rank` of the sum in `recv`:
+    /// `send.len() == size * recv.len()`.
+    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()>;
+
+    /// Copies `buf` of rank `root` (a place in the group) to every rank.
+    fn broadcast(&self, buf: &mut [u8], root: usize) -> Result<()>;
+
+    /// Returns once every rank of the group has called it.
+    fn barrier(&self) -> Result<()>;
+}
+
+/// A group of one: every collective is the identity.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SingleRank;
+
+impl Communicator for SingleRank {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        1
+    }
+
+    fn all_reduce(&self, _buf: &mut [f32], _op: ReduceOp) -> Result<()> {
+        Ok(())
+    }
+
+    fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
+        recv.copy_from_slice(send);
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
+        recv.copy_from_slice(send);
+        Ok(())
+    }
+
+    fn broadcast(&self, _buf: &mut [u8], _root: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The sum over the group of one f64, added up in rank order on every rank.
+pub fn all_reduce_f64(comm: &dyn Communicator, value: f64) -> Result<f64> {
+    Ok(all_gather_values(comm, value)?.iter().sum())
+}
+
+/// Every rank's value, in rank order.
+pub fn all_gather_values<T: bytemuck::Pod>(comm: &dyn Communicator, value: T) -> Result<Vec<T>> {
+    let mut all = vec![value; comm.size()];
+    comm.all_gather(bytemuck::bytes_of(&value), bytemuck::cast_slice_mut(&mut all))?;
+    Ok(all)
+}
+
+/// Carries a communication error out of code that cannot return one: a layer's forward, or a step
+/// of the backward pass. [`crate::launch::run_ranks`] turns it into the rank's error again.
+///
+/// It unwinds without calling the panic hook: the error is reported once, where it is handled.
+pub fn raise(error: Error) -> ! {
+    std::panic::resume_unwind(Box::new(error))
+}

@@ -1,0 +1,508 @@
+//! Ranks that are threads of one process, communicating through shared memory.
+//!
+//! A collective is a rendezvous: each rank publishes its buffers and waits; when all are there,
+//! each does its share of the work directly on the others' buffers; when all are done, all leave.
+//! An all-reduce so moves every byte once in and once out, with no staging copy.
+
+use super::{Communicator, ReduceOp};
+use crate::error::{ErrorKind, Result};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Elements reduced at a time: small enough to stay in the first-level cache.
+const TILE: usize = 4096;
+
+/// What the rank threads of one process share: who failed first, and the groups to wake then.
+#[derive(Debug)]
+pub struct ThreadWorld {
+    timeout: Duration,
+    failure: Mutex<Option<(usize, String)>>,
+    groups: Mutex<Vec<Arc<Group>>>,
+}
+
+impl ThreadWorld {
+    /// A world whose ranks wait for one another for at most `timeout` in any one collective.
+    pub fn new(timeout: Duration) -> Arc<Self> {
+        Arc::new(ThreadWorld {
+            timeout,
+            failure: Mutex::new(None),
+            groups: Mutex::new(Vec::new()),
+        })
+    }
+
+    /// Joins `members` (world ranks, ascending) into a group called `name` in errors. Returns each
+    /// member's end, in the order of `members`.
+    pub fn group(self: &Arc<Self>, name: &str, members: &[usize]) -> Vec<ThreadCommunicator> {
+        let group = Arc::new(Group {
+            name: name.to_string(),
+            members: members.to_vec(),
+            state: Mutex::new(State::new(members.len())),
+            changed: Condvar::new(),
+        });
+        lock(&self.groups).push(group.clone());
+        (0..members.len())
+            .map(|rank| ThreadCommunicator {
+                world: self.clone(),
+                group: group.clone(),
+                rank,
+            })
+            .collect()
+    }
+
+    /// Declares that world rank `rank` will make no further calls. Every rank that waits, or will
+    /// wait, for a collective ends with an error naming it. Only the first failure is kept.
+    pub fn fail(&self, rank: usize, reason: &str) {
+        lock(&self.failure).get_or_insert_with(|| (rank, reason.to_string()));
+        for group in lock(&self.groups).iter() {
+            // Taking the lock orders this after a waiter's check and before its sleep.
+            let _state = lock(&group.state);
+            group.changed.notify_all();
+        }
+    }
+
+    /// The first failure, if there was one: the world rank and its reason.
+    pub fn failure(&self) -> Option<(usize, String)> {
+        lock(&self.failure).clone()
+    }
+}
+
+/// One rank thread's end of a group.
+#[derive(Clone)]
+pub struct ThreadCommunicator {
+    world: Arc<ThreadWorld>,
+    group: Arc<Group>,
+    rank: usize,
+}
+
+impl std::fmt::Debug for ThreadCommunicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}[{}/{}]", self.group.name, self.rank, self.size())
+    }
+}
+
+#[derive(Debug)]
+struct Group {
+    name: String,
+    /// World ranks, for messages.
+    members: Vec<usize>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// The operation of one call; all ranks of a round must agree on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Op {
+    AllReduce(ReduceOp),
+    AllGather,
+    ReduceScatter,
+    Broadcast { root: usize },
+    Barrier,
+}
+
+impl Op {
+    fn name(self) -> &'static str {
+        match self {
+            Op::AllReduce(ReduceOp::Sum) => "all-reduce (sum)",
+            Op::AllReduce(ReduceOp::Max) => "all-reduce (max)",
+            Op::AllGather => "all-gather",
+            Op::ReduceScatter => "reduce-scatter",
+            Op::Broadcast { .. } => "broadcast",
+            Op::Barrier => "barrier",
+        }
+    }
+}
+
+/// One rank's call: what it asks for and where its buffers are. `len` counts the elements of the
+/// buffer that all ranks must agree on (bytes or f32, by operation).
+#[derive(Debug, Clone, Copy)]
+struct Call {
+    op: Op,
+    buffer: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a Call only carries the address of a buffer to the group's other ranks. They touch the
+// buffer during the round alone, while the thread that lent it waits inside `Group::round`.
+unsafe impl Send for Call {}
+
+#[derive(Debug)]
+struct State {
+    /// Counts finished rounds.
+    round: u64,
+    calls: Vec<Option<Call>>,
+    arrived: usize,
+    /// Ranks that finished their share of this round's work.
+    done: usize,
+    /// Every rank has arrived, and shares of the work are under way.
+    working: bool,
+    /// The group can complete no further round.
+    broken: Option<String>,
+}
+
+impl State {
+    fn new(size: usize) -> Self {
+        State {
+            round: 0,
+            calls: vec![None; size],
+            arrived: 0,
+            done: 0,
+            working: false,
+            broken: None,
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A rank that panics holds none of these locks across user code, so the data is whole.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Ends this rank's share of a round, also when the work unwinds: the others wait for it.
+struct Finish<'a>(&'a Group);
+
+impl Drop for Finish<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.state);
+        state.done += 1;
+        if state.done == self.0.members.len() {
+            state.calls.fill(None);
+            (state.arrived, state.done, state.working) = (0, 0, false);
+            state.round += 1;
+            self.0.changed.notify_all();
+            return;
+        }
+        // No timeout: the others only copy and add, and none of them waits for anything. This
+        // thread must not leave before: they may still be using its buffers.
+        let round = state.round;
+        while state.round == round {
+            state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl ThreadCommunicator {
+    /// Publishes `call`, waits for the other ranks' calls, and runs `share` on all of them in rank
+    /// order; returns when every rank has run its share.
+    fn round(&self, call: Call, share: impl FnOnce(&[Call])) -> Result<()> {
+        let calls = self.meet(call)?;
+        let finish = Finish(&self.group);
+        share(&calls);
+        drop(finish);
+        Ok(())
+    }
+
+    /// Waits until every rank of the group has called, and checks that they agree.
+    fn meet(&self, call: Call) -> Result<Vec<Call>> {
+        let group = &*self.group;
+        let deadline = Instant::now() + self.world.timeout;
+        let mut state = lock(&group.state);
+        // A fast rank may be here before slower ones have left the round before.
+        while state.working {
+            state = group.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let round = state.round;
+        self.check(&state, call.op)?;
+        state.calls[self.rank] = Some(call);
+        state.arrived += 1;
+        if state.arrived == group.members.len() {
+            match disagreement(&group.members, &state.calls) {
+                Some(reason) => state.broken = Some(reason),
+                None => state.working = true,
+            }
+            group.changed.notify_all();
+        }
+        loop {
+            if state.working && state.round == round {
+                return Ok(state.calls.iter().copied().flatten().collect());
+            }
+            self.check(&state, call.op)?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(self.give_up(state, call.op));
+            }
+            let waited = group.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// An error if this group can never complete another round.
+    fn check(&self, state: &State, op: Op) -> Result<()> {
+        if let Some(reason) = &state.broken {
+            return Err(self.error(op, reason.clone()));
+        }
+        match self.world.failure() {
+            Some((rank, reason)) => Err(self.error(op, format!("rank {rank} failed: {reason}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Breaks the group after a timeout: its rounds can no longer be told apart.
+    fn give_up(&self, mut state: MutexGuard<'_, State>, op: Op) -> crate::Error {
+        let missing: Vec<String> = (self.group.members.iter())
+            .zip(&state.calls)
+            .filter(|(_, call)| call.is_none())
+            .map(|(member, _)| member.to_string())
+            .collect();
+        let reason = format!(
+            "no call from rank{} {} within {:.1} s",
+            if missing.len() == 1 { "" } else { "s" },
+            missing.join(", "),
+            self.world.timeout.as_secs_f64(),
+        );
+        state.broken = Some(reason.clone());
+        self.group.changed.notify_all();
+        self.error(op, reason)
+    }
+
+    fn error(&self, op: Op, reason: String) -> crate::Error {
+        let reason = format!("in group {} {:?}: {reason}", self.group.name, self.group.members);
+        ErrorKind::Comm {
+            rank: self.group.members[self.rank],
+            op: op.name(),
+            reason,
+        }
+        .into()
+    }
+}
+
+/// Says how the ranks' calls differ, if they do.
+fn disagreement(members: &[usize], calls: &[Option<Call>]) -> Option<String> {
+    let calls: Vec<Call> = calls.iter().copied().flatten().collect();
+    let same = |a: &Call, b: &Call| a.op == b.op && a.len == b.len;
+    if calls.iter().all(|call| same(call, &calls[0])) {
+        return None;
+    }
+    let told: Vec<String> = (members.iter().zip(&calls))
+        .map(|(rank, call)| format!("rank {rank} calls {:?} of {}", call.op, call.len))
+        .collect();
+    Some(format!("the ranks do not agree: {}", told.join("; ")))
+}
+
+impl Communicator for ThreadCommunicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.group.members.len()
+    }
+
+    fn all_reduce(&self, buf: &mut [f32], op: ReduceOp) -> Result<()> {
+        let len = buf.len();
+        let call = Call {
+            op: Op::AllReduce(op),
+            buffer: buf.as_mut_ptr().cast(),
+            len,
+        };
+        let (rank, size) = (self.rank, self.size());
+        self.round(call, |calls| {
+            // Whole cache lines per rank, so that no two ranks write to one line.
+            let per_rank = len.div_ceil(size).next_multiple_of(16);
+            let (start, end) = ((rank * per_rank).min(len), ((rank + 1) * per_rank).min(len));
+            let mut acc = [0f32; TILE];
+            for at in (start..end).step_by(TILE) {
+                let acc = &mut acc[..TILE.min(end - at)];
+                for (i, call) in calls.iter().enumerate() {
+                    // SAFETY: all calls have `len` elements (checked by `meet`); each buffer's
+                    // owner waits in `round` until every share is done; elements start..end are
+                    // touched by this rank alone, since the ranks' shares do not overlap.
+                    let theirs = unsafe {
+                        std::slice::from_raw_parts(call.buffer.cast::<f32>().add(at), acc.len())
+                    };
+                    if i == 0 {
+                        acc.copy_from_slice(theirs);
+                    } else {
+                        accumulate(acc, theirs, op);
+                    }
+                }
+                for call in calls {
+                    // SAFETY: as above; the shared borrow `theirs` has ended.
+                    let theirs = unsafe {
+                        std::slice::from_raw_parts_mut(call.buffer.cast::<f32>().add(at), acc.len())
+                    };
+                    theirs.copy_from_slice(acc);
+                }
+            }
+        })
+    }
+
+    fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
+        assert_eq!(recv.len(), send.len() * self.size(), "all_gather: recv is size * send");
+        let len = send.len();
+        let call = Call {
+            op: Op::AllGather,
+            buffer: send.as_ptr().cast_mut(),
+            len,
+        };
+        self.round(call, |calls| {
+            for (i, call) in calls.iter().enumerate() {
+                // SAFETY: `len` bytes, lent by a rank that waits in `round`; only read, by all.
+                let theirs = unsafe { std::slice::from_raw_parts(call.buffer, len) };
+                recv[i * len..(i + 1) * len].copy_from_slice(theirs);
+            }
+        })
+    }
+
+    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
+        assert_eq!(send.len(), recv.len() * self.size(), "reduce_scatter: send is size * recv");
+        let call = Call {
+            op: Op::ReduceScatter,
+            buffer: send.as_ptr().cast_mut().cast(),
+            len: send.len(),
+        };
+        let offset = self.rank * recv.len();
+        self.round(call, |calls| {
+            for (i, call) in calls.iter().enumerate() {
+                // SAFETY: `send.len()` elements, lent by a rank that waits in `round`; only read.
+                let theirs = unsafe {
+                    std::slice::from_raw_parts(call.buffer.cast::<f32>().add(offset), recv.len())
+                };
+                if i == 0 {
+                    recv.copy_from_slice(theirs);
+                } else {
+                    accumulate(recv, theirs, ReduceOp::Sum);
+                }
+            }
+        })
+    }
+
+    fn broadcast(&self, buf: &mut [u8], root: usize) -> Result<()> {
+        assert!(root < self.size(), "broadcast: root {root} of {} ranks", self.size());
+        let len = buf.len();
+        let call = Call {
+            op: Op::Broadcast { root },
+            buffer: buf.as_mut_ptr(),
+            len,
+        };
+        let rank = self.rank;
+        self.round(call, |calls| {
+            if rank != root {
+                // SAFETY: both buffers have `len` bytes and belong to different ranks; the root's
+                // is only read, this rank's own is written by this rank alone.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(calls[root].buffer, calls[rank].buffer, len);
+                }
+            }
+        })
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let call = Call {
+            op: Op::Barrier,
+            buffer: std::ptr::null_mut(),
+            len: 0,
+        };
+        self.round(call, |_| ())
+    }
+}
+
+fn accumulate(acc: &mut [f32], values: &[f32], op: ReduceOp) {
+    let pairs = acc.iter_mut().zip(values);
+    match op {
+        ReduceOp::Sum => pairs.for_each(|(a, v)| *a += v),
+        ReduceOp::Max => pairs.for_each(|(a, v)| *a = a.max(*v)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    /// Runs `f` on one thread per rank of a fresh group.
+    fn on_ranks<T: Send>(
+        size: usize,
+        timeout: Duration,
+        f: impl Fn(&ThreadCommunicator) -> T + Sync,
+    ) -> Vec<T> {
+        let members: Vec<usize> = (0..size).collect();
+        let comms = ThreadWorld::new(timeout).group("test", &members);
+        thread::scope(|scope| {
+            let handles: Vec<_> = comms.iter().map(|c| scope.spawn(|| f(c))).collect();
+            handles.into_iter().map(|h| h.join().expect("rank")).collect()
+        })
+    }
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn all_reduce_is_the_sum_in_rank_order() {
+        for (size, len) in [(1, 5), (2, 0), (2, 1), (3, 100), (4, 10_007)] {
+            let value = |rank: usize, i: usize| 1.0 / (1 + rank * 31 + i) as f32;
+            let results = on_ranks(size, LONG, |comm| {
+                let mut buf: Vec<f32> = (0..len).map(|i| value(comm.rank(), i)).collect();
+                comm.all_reduce(&mut buf, ReduceOp::Sum).map(|()| buf)
+            });
+            let want: Vec<f32> = (0..len)
+                .map(|i| (1..size).fold(value(0, i), |sum, rank| sum + value(rank, i)))
+                .collect();
+            for result in results {
+                assert_eq!(result.expect("all_reduce"), want, "size {size} len {len}");
+            }
+        }
+    }
+
+    #[test]
+    fn gather_scatter_and_broadcast_place_parts_by_rank() {
+        let results = on_ranks(3, LONG, |comm| -> Result<_> {
+            let rank = comm.rank() as u8;
+            let mut gathered = [0; 6];
+            comm.all_gather(&[rank, rank + 10], &mut gathered)?;
+            let mut part = [0.0; 2];
+            let send: Vec<f32> = (0..6).map(|i| (i + comm.rank()) as f32).collect();
+            comm.reduce_scatter(&send, &mut part)?;
+            let mut text = if rank == 1 { *b"yes" } else { *b"..." };
+            comm.broadcast(&mut text, 1)?;
+            let mut top = [-(comm.rank() as f32)];
+            comm.all_reduce(&mut top, ReduceOp::Max)?;
+            comm.barrier()?;
+            Ok((gathered, part, text, top))
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            let (gathered, part, text, top) = result.expect("collectives");
+            assert_eq!(gathered, [0, 10, 1, 11, 2, 12]);
+            let first = (3 * 2 * rank + 3) as f32;
+            assert_eq!(part, [first, first + 3.0]);
+            assert_eq!((&text, top), (b"yes", [0.0]));
+        }
+    }
+
+    #[test]
+    fn a_missing_rank_is_named_within_the_timeout() {
+        // The public complaint: a hang that names nobody (Megatron-LM #735).
+        let results = on_ranks(3, Duration::from_millis(200), |comm| match comm.rank() {
+            1 => Ok(()),
+            _ => comm.barrier(),
+        });
+        for rank in [0, 2] {
+            let error = results[rank].as_ref().expect_err("rank 1 never came").to_string();
+            let told = [format!("rank {rank}"), "barrier".into(), "rank 1 within".into()];
+            assert!(told.iter().all(|t| error.contains(t)), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_failed_rank_ends_the_waiting_ones() {
+        let world = ThreadWorld::new(LONG);
+        let comms = world.group("tp", &[4, 6]);
+        let error = thread::scope(|scope| {
+            let waiting = scope.spawn(|| comms[0].barrier());
+            world.fail(6, "out of memory");
+            waiting.join().expect("no panic").expect_err("rank 6 failed")
+        });
+        let error = error.to_string();
+        assert!(error.contains("rank 4") && error.contains("rank 6 failed: out of memory"), "{error}");
+    }
+
+    #[test]
+    fn ranks_that_disagree_are_told_so() {
+        let results = on_ranks(2, LONG, |comm| {
+            let mut buf = vec![0.0; 3 + comm.rank()];
+            comm.all_reduce(&mut buf, ReduceOp::Sum)
+        });
+        for result in results {
+            let error = result.expect_err("lengths differ").to_string();
+            assert!(error.contains("rank 0 calls") && error.contains("of 4"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Starting ranks: one thread each, with its groups, its device and its share of the cores.
+
+use crate::comm::counted::{Accounts, Counted};
+use crate::comm::threads::ThreadWorld;
+use crate::comm::{CommRef, SingleRank};
+use crate::error::{Error, ErrorKind, Result};
+use crate::topology::{Axis, Layout};
+use burn::tensor::Device;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// How long a rank waits for the others in one collective, unless told otherwise (Megatron's
+/// `--distributed-timeout-minutes`).
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Room for the autodiff graph's recursion in a rank's thread.
+const STACK_BYTES: usize = 32 << 20;
+
+/// This rank's end of one group, with the accounts of what it communicated there.
+#[derive(Debug, Clone)]
+pub struct ProcessGroup {
+    pub comm: CommRef,
+    pub accounts: Arc<Accounts>,
+}
+
+impl ProcessGroup {
+    fn new(comm: CommRef) -> Self {
+        let (comm, accounts) = Counted::new(comm);
+        ProcessGroup { comm, accounts }
+    }
+}
+
+/// The groups that a rank belongs to.
+#[derive(Debug, Clone)]
+pub struct ProcessGroups {
+    /// All ranks.
+    pub world: ProcessGroup,
+    /// The ranks that share one replica's layers between them.
+    pub tp: ProcessGroup,
+    /// The ranks that hold the same weights and see different samples.
+    pub dp: ProcessGroup,
+}
+
+/// What a rank knows of its place: handed to everything that needs a group, instead of globals.
+#[derive(Debug, Clone)]
+pub struct RankContext {
+    /// World rank.
+    pub rank: usize,
+    pub groups: ProcessGroups,
+    /// The device of this rank's tensors, with autodiff.
+    pub device: Device,
+}
+
+impl RankContext {
+    /// A world of one rank on `device`.
+    pub fn single(device: Device) -> Self {
+        let alone = || ProcessGroup::new(Arc::new(SingleRank));
+        RankContext {
+            rank: 0,
+            groups: ProcessGroups {
+                world: alone(),
+                tp: alone(),
+                dp: alone(),
+            },
+            device: device.autodiff(),
+        }
+    }
+}
+
+/// Runs `f` once per rank of `layout`, each on a thread of its own, and returns the results in rank
+/// order. Ranks share the machine's cores evenly: each has a thread pool of its own, so that one
+/// rank's work never waits behind another's that waits for it.
+///
+/// # Errors
+/// The first rank to fail, by an error or a panic, ends the others at their next collective; its
+/// error is the one returned.
+pub fn run_ranks<T: Send>(
+    layout: &Layout,
+    timeout: Duration,
+    f: impl Fn(&RankContext) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let size = layout.grid.world_size();
+    let world = ThreadWorld::new(timeout);
+    let contexts = contexts(&world, layout);
+    let cores = thread::available_parallelism().map_or(1, |n| n.get());
+    let first = Mutex::new(None::<Error>);
+    let run = |context: &RankContext| {
+        let outcome = in_pool((cores / size).max(1), || f(context));
+        outcome.map_err(|failure| {
+            let rank = context.rank;
+            let error = failure.into_error(rank);
+            // In this order: the error to be returned is that of the rank the others will name.
+            let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
+            world.fail(rank, &error.to_string());
+            first.get_or_insert(error);
+        })
+    };
+    let outcomes: Vec<Result<T, ()>> = thread::scope(|scope| {
+        let handles: Vec<_> = contexts
+            .iter()
+            .map(|context| {
+                thread::Builder::new()
+                    .name(format!("rank {}", context.rank))
+                    .spawn_scoped(scope, || run(context))
+            })
+            .collect();
+        handles
+            .into_iter()
+            .map(|handle| match handle.map(|h| h.join()) {
+                Ok(Ok(outcome)) => outcome,
+                _ => Err(()),
+            })
+            .collect()
+    });
+    match outcomes.into_iter().collect() {
+        Ok(results) => Ok(results),
+        Err(()) => {
+            let first = first.into_inner().unwrap_or_else(PoisonError::into_inner);
+            Err(first.unwrap_or_else(|| rank_failed(0, "its thread could not be started".into())))
+        }
+    }
+}
+
+/// Every rank's context: the groups of each axis, joined in one place.
+fn contexts(world: &Arc<ThreadWorld>, layout: &Layout) -> Vec<RankContext> {
+    let size = layout.grid.world_size();
+    let join = |name: &str, groups: Vec<Vec<usize>>| {
+        let mut ends: Vec<Option<ProcessGroup>> = vec![None; size];
+        for members in groups {
+            for (member, end) in members.iter().zip(world.group(name, &members)) {
+                let comm: CommRef = match members.len() {
+                    1 => Arc::new(SingleRank),
+                    _ => Arc::new(end),
+                };
+                ends[*member] = Some(ProcessGroup::new(comm));
+            }
+        }
+        ends.into_iter().flatten().collect::<Vec<_>>()
+    };
+    let all = join("world", vec![(0..size).collect()]);
+    let tp = join("tp", layout.grid.groups(&[Axis::Tp]));
+    let dp = join("dp", layout.grid.groups(&[Axis::Dp]));
+    (all.into_iter().zip(tp).zip(dp).enumerate())
+        .map(|(rank, ((world, tp), dp))| RankContext {
+            rank,
+            groups: ProcessGroups { world, tp, dp },
+            device: Device::flex().autodiff(),
+        })
+        .collect()
+}
+
+/// Why a rank ended early.
+enum Failure {
+    Error(Error),
+    Panic(Box<dyn Any + Send>),
+}
+
+impl Failure {
+    fn into_error(self, rank: usize) -> Error {
+        let payload = match self {
+            Failure::Error(error) => return error,
+            Failure::Panic(payload) => payload,
+        };
+        // An error that `comm::raise` carried out of a layer or a backward step.
+        let payload = match payload.downcast::<Error>() {
+            Ok(error) => return *error,
+            Err(payload) => payload,
+        };
+        let text = payload.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| payload.downcast_ref::<&str>().copied());
+        rank_failed(rank, format!("panicked: {}", text.unwrap_or("no message")))
+    }
+}
+
+fn rank_failed(rank: usize, reason: String) -> Error {
+    ErrorKind::Rank { rank, reason }.into()
+}
+
+/// Runs `f` inside a thread pool of `threads` threads and catches its panics.
+fn in_pool<T: Send>(
+    threads: usize,
+    f: impl FnOnce() -> Result<T> + Send,
+) -> std::result::Result<T, Failure> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .stack_size(STACK_BYTES)
+        .build()
+        .map_err(|e| Failure::Error(rank_failed(0, format!("no thread pool: {e}"))))?;
+    // A rank that unwinds is never resumed: only its failure is reported.
+    match catch_unwind(AssertUnwindSafe(|| pool.install(f))) {
+        Ok(outcome) => outcome.map_err(Failure::Error),
+        Err(payload) => Err(Failure::Panic(payload)),
+    }
+}

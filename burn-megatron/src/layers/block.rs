@@ -1,0 +1,123 @@
+//! Transformer layers, and the stack of them.
+
+use super::{LayerNorm, LayerNormConfig, Mlp, MlpConfig, SelfAttention, SelfAttentionConfig};
+use crate::autograd::GeluApproximation;
+use crate::shard::ParallelBuilder;
+use burn::module::{Module, ModuleDisplay};
+use burn::tensor::Tensor;
+
+/// What the layers of one transformer have in common.
+#[derive(Debug, Clone)]
+pub struct TransformerConfig {
+    pub num_layers: usize,
+    pub hidden_size: usize,
+    pub num_attention_heads: usize,
+    pub ffn_hidden_size: usize,
+    pub layernorm_epsilon: f64,
+    /// Standard deviation of initial weights.
+    pub init_method_std: f64,
+    pub gelu: GeluApproximation,
+}
+
+impl TransformerConfig {
+    /// Megatron's scaled initialisation for what adds to the residual: `std / √(2 L)`.
+    pub fn output_init_std(&self) -> f64 {
+        self.init_method_std / (2.0 * self.num_layers as f64).sqrt()
+    }
+}
+
+/// A part of a layer: `[s, b, h] -> [s, b, h]`.
+pub trait Sublayer: Module + ModuleDisplay {
+    /// Applies it.
+    fn forward(&self, x: Tensor<3>) -> Tensor<3>;
+}
+
+/// Which modules a layer is built from. Replace a field, and its type, to change every layer.
+/// Megatron's layer specs (`models/gpt/gpt_layer_specs.py`).
+#[derive(Debug, Clone, Copy)]
+pub struct LayerSpec<N, A, M> {
+    pub input_layernorm: fn(&TransformerConfig, &ParallelBuilder) -> N,
+    pub self_attention: fn(&TransformerConfig, &ParallelBuilder) -> A,
+    pub pre_mlp_layernorm: fn(&TransformerConfig, &ParallelBuilder) -> N,
+    pub mlp: fn(&TransformerConfig, &ParallelBuilder) -> M,
+}
+
+impl LayerSpec<LayerNorm, SelfAttention, Mlp> {
+    /// GPT's layer: LayerNorm, causal multi-head attention, GELU MLP.
+    pub fn gpt() -> Self {
+        let norm = |config: &TransformerConfig, builder: &ParallelBuilder| {
+            LayerNormConfig::new(config.hidden_size)
+                .with_epsilon(config.layernorm_epsilon)
+                .init(builder)
+        };
+        LayerSpec {
+            input_layernorm: norm,
+            self_attention: |config, builder| SelfAttentionConfig::from(config).init(builder),
+            pre_mlp_layernorm: norm,
+            mlp: |config, builder| MlpConfig::from(config).init(builder),
+        }
+    }
+}
+
+impl<N: Sublayer, A: Sublayer, M: Sublayer> LayerSpec<N, A, M> {
+    /// One layer.
+    pub fn layer(
+        &self,
+        config: &TransformerConfig,
+        builder: &ParallelBuilder,
+    ) -> TransformerLayer<N, A, M> {
+        TransformerLayer {
+            input_layernorm: (self.input_layernorm)(config, builder),
+            self_attention: (self.self_attention)(config, builder),
+            pre_mlp_layernorm: (self.pre_mlp_layernorm)(config, builder),
+            mlp: (self.mlp)(config, builder),
+        }
+    }
+
+    /// The stack of `config.num_layers` layers with its final norm.
+    pub fn block(
+        &self,
+        config: &TransformerConfig,
+        builder: &ParallelBuilder,
+    ) -> TransformerBlock<N, A, M> {
+        let layers = (0..config.num_layers).map(|_| self.layer(config, builder));
+        TransformerBlock {
+            layers: layers.collect(),
+            final_layernorm: (self.input_layernorm)(config, builder),
+        }
+    }
+}
+
+/// `x + attention(norm(x))`, then `x + mlp(norm(x))`. Megatron's `transformer_layer.py`.
+#[derive(Module, Debug)]
+pub struct TransformerLayer<N: Module, A: Module, M: Module> {
+    pub input_layernorm: N,
+    pub self_attention: A,
+    pub pre_mlp_layernorm: N,
+    pub mlp: M,
+}
+
+impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerLayer<N, A, M> {
+    /// `[s, b, h] -> [s, b, h]`
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let attended = self.self_attention.forward(self.input_layernorm.forward(x.clone()));
+        let x = x + attended;
+        let fed = self.mlp.forward(self.pre_mlp_layernorm.forward(x.clone()));
+        x + fed
+    }
+}
+
+/// Layers one after another, and the norm after the last.
+#[derive(Module, Debug)]
+pub struct TransformerBlock<N: Module, A: Module, M: Module> {
+    pub layers: Vec<TransformerLayer<N, A, M>>,
+    pub final_layernorm: N,
+}
+
+impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerBlock<N, A, M> {
+    /// `[s, b, h] -> [s, b, h]`
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x));
+        self.final_layernorm.forward(x)
+    }
+}

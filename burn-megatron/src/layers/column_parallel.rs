@@ -1,0 +1,139 @@
+//! A linear layer split by output features.
+
+use super::{DEFAULT_INIT_STD, add_bias};
+use crate::autograd::{
+    copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, linear,
+};
+use crate::comm::CommRef;
+use crate::shard::{Init, ParallelBuilder, ParamSpec};
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+/// Configuration of a [`ColumnParallelLinear`].
+#[derive(Debug, Clone)]
+pub struct ColumnParallelLinearConfig {
+    pub input_size: usize,
+    /// Over all ranks; a multiple of `t`.
+    pub output_size: usize,
+    pub bias: bool,
+    /// Return the whole output on every rank instead of the rank's part.
+    pub gather_output: bool,
+    /// Return the bias beside the output instead of adding it, for a consumer that fuses the sum.
+    pub skip_bias_add: bool,
+    /// Standard deviation of the initial weights.
+    pub init_std: f64,
+    /// Output features that mean something, where the rest is padding of the vocabulary.
+    pub unpadded_rows: Option<usize>,
+}
+
+impl ColumnParallelLinearConfig {
+    /// With bias, its output left split.
+    pub fn new(input_size: usize, output_size: usize) -> Self {
+        ColumnParallelLinearConfig {
+            input_size,
+            output_size,
+            bias: true,
+            gather_output: false,
+            skip_bias_add: false,
+            init_std: DEFAULT_INIT_STD,
+            unpadded_rows: None,
+        }
+    }
+
+    /// Sets whether there is a bias.
+    pub fn with_bias(self, bias: bool) -> Self {
+        Self { bias, ..self }
+    }
+
+    /// Sets whether the output is gathered.
+    pub fn with_gather_output(self, gather_output: bool) -> Self {
+        Self {
+            gather_output,
+            ..self
+        }
+    }
+
+    /// Sets whether the bias is returned instead of added.
+    pub fn with_skip_bias_add(self, skip_bias_add: bool) -> Self {
+        Self {
+            skip_bias_add,
+            ..self
+        }
+    }
+
+    /// Sets the standard deviation of the initial weights.
+    pub fn with_init_std(self, init_std: f64) -> Self {
+        Self { init_std, ..self }
+    }
+
+    /// Sets how many output features mean something: the vocabulary without its padding.
+    pub fn with_unpadded_rows(self, rows: usize) -> Self {
+        Self {
+            unpadded_rows: Some(rows),
+            ..self
+        }
+    }
+
+    /// The rank's part of the layer.
+    ///
+    /// # Panics
+    /// If `output_size` is not a multiple of `t`.
+    pub fn init(&self, builder: &ParallelBuilder) -> ColumnParallelLinear {
+        let split = |shape: Vec<usize>, init| {
+            let place = (builder.tp().rank(), builder.tp().size());
+            let mut spec = ParamSpec::split(shape, 0, place, init);
+            spec.unpadded_rows = self.unpadded_rows;
+            spec
+        };
+        let init = Init::Normal { std: self.init_std };
+        let weight = split(vec![self.output_size, self.input_size], init);
+        let bias = || builder.param(split(vec![self.output_size], Init::Zeros));
+        ColumnParallelLinear {
+            weight: builder.param(weight),
+            bias: self.bias.then(bias),
+            gather_output: self.gather_output,
+            skip_bias_add: self.skip_bias_add,
+            tp: builder.tp().clone(),
+        }
+    }
+}
+
+/// `y = x Wᵀ + b` with the rows of `W = [W₁; …; W_t]` split over the ranks: rank `i` computes
+/// `yᵢ = x Wᵢᵀ + bᵢ`. Megatron's `tensor_parallel/layers.py`, `ColumnParallelLinear`.
+#[derive(Module, Debug)]
+pub struct ColumnParallelLinear {
+    /// `[output/t, input]`
+    pub weight: Param<Tensor<2>>,
+    /// `[output/t]`
+    pub bias: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    gather_output: bool,
+    #[module(skip)]
+    skip_bias_add: bool,
+    #[module(skip)]
+    tp: CommRef,
+}
+
+impl ColumnParallelLinear {
+    /// Returns the output, and the bias if it was not added (`skip_bias_add`).
+    ///
+    /// # Shapes
+    /// - input: `[.., input]`, the same on every rank
+    /// - output: `[.., output/t]`, or `[.., output]` with `gather_output`
+    /// - bias: `[output/t]`, or `[output]` with `gather_output`
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> (Tensor<D>, Option<Tensor<1>>) {
+        let x = copy_to_tensor_parallel_region(x, &self.tp);
+        let mut y = linear(x, self.weight.val());
+        let mut bias = self.bias.as_ref().map(|bias| bias.val());
+        if !self.skip_bias_add
+            && let Some(bias) = bias.take()
+        {
+            y = add_bias(y, bias);
+        }
+        if self.gather_output {
+            y = gather_from_tensor_parallel_region(y, &self.tp);
+            bias = bias.map(|bias| gather_from_tensor_parallel_region(bias, &self.tp));
+        }
+        (y, bias)
+    }
+}

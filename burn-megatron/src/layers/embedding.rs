@@ -1,0 +1,127 @@
+//! Embeddings: tokens, split by vocabulary; positions, learned and replicated.
+
+use super::DEFAULT_INIT_STD;
+use crate::autograd::reduce_from_tensor_parallel_region;
+use crate::comm::CommRef;
+use crate::shard::{Init, ParallelBuilder, ParamSpec};
+use crate::topology::shard_range;
+use burn::module::{Module, Param};
+use burn::tensor::{Int, Tensor};
+use std::ops::Range;
+
+/// Configuration of a [`VocabParallelEmbedding`].
+#[derive(Debug, Clone)]
+pub struct VocabParallelEmbeddingConfig {
+    /// Entries that mean something.
+    pub vocab_size: usize,
+    /// Entries with padding, over all ranks; a multiple of `t`.
+    pub padded_vocab_size: usize,
+    pub hidden_size: usize,
+    /// Standard deviation of the initial weights.
+    pub init_std: f64,
+}
+
+impl VocabParallelEmbeddingConfig {
+    /// A table of `vocab_size` entries, padded to `padded_vocab_size`.
+    pub fn new(vocab_size: usize, padded_vocab_size: usize, hidden_size: usize) -> Self {
+        VocabParallelEmbeddingConfig {
+            vocab_size,
+            padded_vocab_size,
+            hidden_size,
+            init_std: DEFAULT_INIT_STD,
+        }
+    }
+
+    /// Sets the standard deviation of the initial weights.
+    pub fn with_init_std(self, init_std: f64) -> Self {
+        Self { init_std, ..self }
+    }
+
+    /// The rank's part of the table.
+    ///
+    /// # Panics
+    /// If `padded_vocab_size` is not a multiple of `t`.
+    pub fn init(&self, builder: &ParallelBuilder) -> VocabParallelEmbedding {
+        let (rank, size) = (builder.tp().rank(), builder.tp().size());
+        let init = Init::Normal { std: self.init_std };
+        let shape = [self.padded_vocab_size, self.hidden_size];
+        let mut spec = ParamSpec::split(shape, 0, (rank, size), init);
+        spec.unpadded_rows = Some(self.vocab_size);
+        VocabParallelEmbedding {
+            weight: builder.param(spec),
+            rows: shard_range(self.padded_vocab_size, size, rank),
+            tp: builder.tp().clone(),
+        }
+    }
+}
+
+/// A token table whose rows are split over the ranks: each looks up the tokens it owns, zeros
+/// stand for the rest, and the sum over the ranks is the embedding. Megatron's
+/// `tensor_parallel/layers.py`, `VocabParallelEmbedding`.
+#[derive(Module, Debug)]
+pub struct VocabParallelEmbedding {
+    /// `[padded v/t, h]`
+    pub weight: Param<Tensor<2>>,
+    #[module(skip)]
+    rows: Range<usize>,
+    #[module(skip)]
+    tp: CommRef,
+}
+
+impl VocabParallelEmbedding {
+    /// Global ids of this rank's rows.
+    pub fn rows(&self) -> Range<usize> {
+        self.rows.clone()
+    }
+
+    /// # Shapes
+    /// - tokens: `[n]`, global ids, the same on every rank
+    /// - output: `[n, h]`, the same on every rank
+    pub fn forward(&self, tokens: Tensor<1, Int>) -> Tensor<2> {
+        if self.tp.size() == 1 {
+            return self.weight.val().select(0, tokens);
+        }
+        let (start, len) = (self.rows.start as i64, self.rows.len() as i64);
+        let local = tokens - start;
+        let elsewhere = local.clone().lower_elem(0).bool_or(local.clone().greater_equal_elem(len));
+        let rows = self.weight.val().select(0, local.clamp(0, len - 1));
+        let owned = elsewhere.bool_not().float().unsqueeze_dim(1);
+        // Without autodiff as it is, the mask is a constant of the product.
+        reduce_from_tensor_parallel_region(rows * owned, &self.tp)
+    }
+}
+
+/// Configuration of a [`PositionEmbedding`].
+#[derive(Debug, Clone)]
+pub struct PositionEmbeddingConfig {
+    pub max_position_embeddings: usize,
+    pub hidden_size: usize,
+    /// Standard deviation of the initial weights.
+    pub init_std: f64,
+}
+
+impl PositionEmbeddingConfig {
+    /// The table, whole on every rank.
+    pub fn init(&self, builder: &ParallelBuilder) -> PositionEmbedding {
+        let shape = [self.max_position_embeddings, self.hidden_size];
+        let init = Init::Normal { std: self.init_std };
+        PositionEmbedding {
+            weight: builder.param(ParamSpec::replicated(shape, init)),
+        }
+    }
+}
+
+/// Learned absolute positions.
+#[derive(Module, Debug)]
+pub struct PositionEmbedding {
+    /// `[max positions, h]`
+    pub weight: Param<Tensor<2>>,
+}
+
+impl PositionEmbedding {
+    /// The first `s` positions as `[s, 1, h]`, to be added to `[s, b, h]`.
+    pub fn forward(&self, s: usize) -> Tensor<3> {
+        let h = self.weight.dims()[1];
+        self.weight.val().slice([0..s, 0..h]).unsqueeze_dim(1)
+    }
+}

@@ -1,0 +1,119 @@
+//! A linear layer split by input features.
+
+use super::{DEFAULT_INIT_STD, add_bias};
+use crate::autograd::{
+    linear, reduce_from_tensor_parallel_region, scatter_to_tensor_parallel_region,
+};
+use crate::comm::CommRef;
+use crate::shard::{Init, ParallelBuilder, ParamSpec};
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+/// Configuration of a [`RowParallelLinear`].
+#[derive(Debug, Clone)]
+pub struct RowParallelLinearConfig {
+    /// Over all ranks; a multiple of `t`.
+    pub input_size: usize,
+    pub output_size: usize,
+    pub bias: bool,
+    /// The input is already split, as a [`ColumnParallelLinear`](super::ColumnParallelLinear)
+    /// leaves it; otherwise it is the whole, and each rank takes its part.
+    pub input_is_parallel: bool,
+    /// Return the bias beside the output instead of adding it, for a consumer that fuses the sum.
+    pub skip_bias_add: bool,
+    /// Standard deviation of the initial weights.
+    pub init_std: f64,
+}
+
+impl RowParallelLinearConfig {
+    /// With bias, its input already split.
+    pub fn new(input_size: usize, output_size: usize) -> Self {
+        RowParallelLinearConfig {
+            input_size,
+            output_size,
+            bias: true,
+            input_is_parallel: true,
+            skip_bias_add: false,
+            init_std: DEFAULT_INIT_STD,
+        }
+    }
+
+    /// Sets whether there is a bias.
+    pub fn with_bias(self, bias: bool) -> Self {
+        Self { bias, ..self }
+    }
+
+    /// Sets whether the input is already split.
+    pub fn with_input_is_parallel(self, input_is_parallel: bool) -> Self {
+        Self {
+            input_is_parallel,
+            ..self
+        }
+    }
+
+    /// Sets whether the bias is returned instead of added.
+    pub fn with_skip_bias_add(self, skip_bias_add: bool) -> Self {
+        Self {
+            skip_bias_add,
+            ..self
+        }
+    }
+
+    /// Sets the standard deviation of the initial weights.
+    pub fn with_init_std(self, init_std: f64) -> Self {
+        Self { init_std, ..self }
+    }
+
+    /// The rank's part of the layer.
+    ///
+    /// # Panics
+    /// If `input_size` is not a multiple of `t`.
+    pub fn init(&self, builder: &ParallelBuilder) -> RowParallelLinear {
+        let init = Init::Normal { std: self.init_std };
+        let bias = || builder.param(ParamSpec::replicated([self.output_size], Init::Zeros));
+        RowParallelLinear {
+            weight: builder.split_param([self.output_size, self.input_size], 1, init),
+            bias: self.bias.then(bias),
+            input_is_parallel: self.input_is_parallel,
+            skip_bias_add: self.skip_bias_add,
+            tp: builder.tp().clone(),
+        }
+    }
+}
+
+/// `y = x Wᵀ + b` with the columns of `W = [W₁, …, W_t]` and the features of `x` split over the
+/// ranks: `y = Σᵢ xᵢ Wᵢᵀ + b`, the bias added once. Megatron's `tensor_parallel/layers.py`,
+/// `RowParallelLinear`.
+#[derive(Module, Debug)]
+pub struct RowParallelLinear {
+    /// `[output, input/t]`
+    pub weight: Param<Tensor<2>>,
+    /// `[output]`, the same on every rank
+    pub bias: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    input_is_parallel: bool,
+    #[module(skip)]
+    skip_bias_add: bool,
+    #[module(skip)]
+    tp: CommRef,
+}
+
+impl RowParallelLinear {
+    /// Returns the output, and the bias if it was not added (`skip_bias_add`).
+    ///
+    /// # Shapes
+    /// - input: `[.., input/t]`, or `[.., input]` without `input_is_parallel`
+    /// - output: `[.., output]`, the same on every rank
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> (Tensor<D>, Option<Tensor<1>>) {
+        let x = match self.input_is_parallel {
+            true => x,
+            false => scatter_to_tensor_parallel_region(x, &self.tp),
+        };
+        let partial = linear(x, self.weight.val());
+        let y = reduce_from_tensor_parallel_region(partial, &self.tp);
+        match self.bias.as_ref().map(|bias| bias.val()) {
+            Some(bias) if !self.skip_bias_add => (add_bias(y, bias), None),
+            bias => (y, bias),
+        }
+    }
+}

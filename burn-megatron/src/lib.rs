@@ -1,0 +1,16 @@
+//! Megatron-LM's parallelism for models written in Burn.
+
+pub mod autograd;
+pub mod comm;
+mod error;
+pub mod grads;
+pub mod launch;
+pub mod layers;
+pub mod models;
+pub mod optim;
+pub mod random;
+pub mod shard;
+pub mod topology;
+pub mod train;
+
+pub use error::{Error, ErrorKind, Result, Violation};

@@ -1,0 +1,230 @@
+//! GPT: embeddings, a stack of transformer layers, and an output layer over the vocabulary.
+
+use super::Stage;
+use crate::autograd::{
+    GeluApproximation, VocabShard, copy_to_tensor_parallel_region,
+    gather_from_tensor_parallel_region, linear, vocab_parallel_cross_entropy,
+};
+use crate::comm::CommRef;
+use crate::layers::{
+    ColumnParallelLinear, ColumnParallelLinearConfig, LayerNorm, LayerSpec, Mlp, PositionEmbedding,
+    PositionEmbeddingConfig, SelfAttention, Sublayer, TransformerBlock, TransformerConfig,
+    VocabParallelEmbedding, VocabParallelEmbeddingConfig,
+};
+use crate::shard::ParallelBuilder;
+use burn::module::Module;
+use burn::tensor::{Int, Tensor};
+use serde::{Deserialize, Serialize};
+
+/// The shape of a GPT, under the names of Megatron's flags. What depends on the data or the layout
+/// (vocabulary, default positions) joins it in [`GptModelConfig`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GptConfig {
+    pub num_layers: usize,
+    pub hidden_size: usize,
+    pub num_attention_heads: usize,
+    /// Inner width of the MLP; 4 × hidden where not given.
+    pub ffn_hidden_size: Option<usize>,
+    /// Rows of the position table; the sequence length where not given.
+    pub max_position_embeddings: Option<usize>,
+    pub layernorm_epsilon: f64,
+    /// Standard deviation of initial weights.
+    pub init_method_std: f64,
+    /// Give the output layer a table of its own instead of the word embeddings'.
+    pub untie_embeddings_and_output_weights: bool,
+    /// Use the tanh form of GELU, as Megatron's fused kernel does; the erf form otherwise.
+    pub bias_gelu_fusion: bool,
+    /// The vocabulary is padded to a multiple of this times tp.
+    pub make_vocab_size_divisible_by: usize,
+}
+
+impl Default for GptConfig {
+    /// A model small enough for a laptop: 4 layers of 128.
+    fn default() -> Self {
+        GptConfig {
+            num_layers: 4,
+            hidden_size: 128,
+            num_attention_heads: 4,
+            ffn_hidden_size: None,
+            max_position_embeddings: None,
+            layernorm_epsilon: 1e-5,
+            init_method_std: crate::layers::DEFAULT_INIT_STD,
+            untie_embeddings_and_output_weights: false,
+            bias_gelu_fusion: true,
+            make_vocab_size_divisible_by: 128,
+        }
+    }
+}
+
+impl GptConfig {
+    /// Inner width of the MLP.
+    pub fn ffn_hidden_size(&self) -> usize {
+        self.ffn_hidden_size.unwrap_or(4 * self.hidden_size)
+    }
+
+    /// What the layers have in common.
+    pub fn transformer(&self) -> TransformerConfig {
+        TransformerConfig {
+            num_layers: self.num_layers,
+            hidden_size: self.hidden_size,
+            num_attention_heads: self.num_attention_heads,
+            ffn_hidden_size: self.ffn_hidden_size(),
+            layernorm_epsilon: self.layernorm_epsilon,
+            init_method_std: self.init_method_std,
+            gelu: match self.bias_gelu_fusion {
+                true => GeluApproximation::Tanh,
+                false => GeluApproximation::Erf,
+            },
+        }
+    }
+}
+
+/// Everything that fixes a GPT's parameters.
+#[derive(Debug, Clone)]
+pub struct GptModelConfig {
+    pub transformer: TransformerConfig,
+    /// Entries of the vocabulary, without padding.
+    pub vocab_size: usize,
+    /// With padding; a multiple of tp.
+    pub padded_vocab_size: usize,
+    pub max_position_embeddings: usize,
+    pub untie_embeddings_and_output_weights: bool,
+}
+
+impl GptModelConfig {
+    /// A rank's part of the model, from GPT's own layers.
+    pub fn init(&self, builder: &ParallelBuilder) -> GptModel {
+        self.init_with(&LayerSpec::gpt(), builder)
+    }
+
+    /// A rank's part of the model, from the layers of `spec`.
+    pub fn init_with<N: Sublayer, A: Sublayer, M: Sublayer>(
+        &self,
+        spec: &LayerSpec<N, A, M>,
+        builder: &ParallelBuilder,
+    ) -> GptModel<N, A, M> {
+        let h = self.transformer.hidden_size;
+        let init_std = self.transformer.init_method_std;
+        let word_embeddings =
+            VocabParallelEmbeddingConfig::new(self.vocab_size, self.padded_vocab_size, h)
+                .with_init_std(init_std)
+                .init(builder);
+        let position_embeddings = PositionEmbeddingConfig {
+            max_position_embeddings: self.max_position_embeddings,
+            hidden_size: h,
+            init_std,
+        };
+        let output_layer = || {
+            ColumnParallelLinearConfig::new(h, self.padded_vocab_size)
+                .with_bias(false)
+                .with_init_std(init_std)
+                .with_unpadded_rows(self.vocab_size)
+                .init(builder)
+        };
+        GptModel {
+            vocab_size: self.vocab_size,
+            tp: builder.tp().clone(),
+            embedding: GptEmbedding {
+                word_embeddings,
+                position_embeddings: position_embeddings.init(builder),
+            },
+            decoder: spec.block(&self.transformer, builder),
+            output_layer: self.untie_embeddings_and_output_weights.then(output_layer),
+        }
+    }
+
+    /// Parameters of the whole model, vocabulary padding included, for GPT's own layers.
+    pub fn num_parameters(&self) -> usize {
+        let TransformerConfig {
+            num_layers,
+            hidden_size: h,
+            ffn_hidden_size: ffn,
+            ..
+        } = self.transformer;
+        let norm = 2 * h;
+        let attention = (3 * h * h + 3 * h) + (h * h + h);
+        let mlp = (h * ffn + ffn) + (ffn * h + h);
+        let tables = if self.untie_embeddings_and_output_weights { 2 } else { 1 };
+        tables * self.padded_vocab_size * h
+            + self.max_position_embeddings * h
+            + num_layers * (2 * norm + attention + mlp)
+            + norm
+    }
+}
+
+/// Word and position embeddings.
+#[derive(Module, Debug)]
+pub struct GptEmbedding {
+    pub word_embeddings: VocabParallelEmbedding,
+    pub position_embeddings: PositionEmbedding,
+}
+
+impl GptEmbedding {
+    /// `tokens [b, s] -> [s, b, h]`
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let [b, s] = tokens.dims();
+        let words = self.word_embeddings.forward(tokens.transpose().reshape([s * b]));
+        let h = words.dims()[1];
+        words.reshape([s, b, h]) + self.position_embeddings.forward(s)
+    }
+}
+
+/// A rank's part of a GPT. The module tree's paths are Megatron-Core's parameter names.
+#[derive(Module, Debug)]
+pub struct GptModel<N: Module = LayerNorm, A: Module = SelfAttention, M: Module = Mlp> {
+    pub embedding: GptEmbedding,
+    pub decoder: TransformerBlock<N, A, M>,
+    /// Absent where the word embeddings serve (tied).
+    pub output_layer: Option<ColumnParallelLinear>,
+    #[module(skip)]
+    vocab_size: usize,
+    #[module(skip)]
+    tp: CommRef,
+}
+
+impl<N: Sublayer, A: Sublayer, M: Sublayer> GptModel<N, A, M> {
+    /// `tokens [b, s] ->` this rank's logits `[s, b, v/t]`
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        self.logits(self.decoder.forward(self.embedding.forward(tokens)))
+    }
+
+    /// `hidden [s, b, h] ->` this rank's logits `[s, b, v/t]`
+    fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+        match &self.output_layer {
+            Some(layer) => layer.forward(hidden).0,
+            None => {
+                let hidden = copy_to_tensor_parallel_region(hidden, &self.tp);
+                linear(hidden, self.embedding.word_embeddings.weight.val())
+            }
+        }
+    }
+
+    /// The logits of the token after the last, over the vocabulary without padding.
+    /// `tokens [b, s] -> [b, v]`, the same on every rank.
+    pub fn next_token_logits(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        let [b, s] = tokens.dims();
+        let hidden = self.decoder.forward(self.embedding.forward(tokens));
+        let h = hidden.dims()[2];
+        let logits = self.logits(hidden.slice([s - 1..s, 0..b, 0..h]));
+        let logits = gather_from_tensor_parallel_region(logits, &self.tp);
+        logits.slice([0..1, 0..b, 0..self.vocab_size]).reshape([b, self.vocab_size])
+    }
+}
+
+impl<N: Sublayer, A: Sublayer, M: Sublayer> Stage for GptModel<N, A, M> {
+    fn loss(&self, tokens: Tensor<2, Int>, labels: Tensor<2, Int>) -> Tensor<2> {
+        let [b, s] = labels.dims();
+        let logits = self.forward(tokens);
+        let v = logits.dims()[2];
+        let shard = VocabShard {
+            rows: self.embedding.word_embeddings.rows(),
+            vocab_size: self.vocab_size,
+            label_smoothing: 0.0,
+            tp: self.tp.clone(),
+        };
+        let labels = labels.transpose().reshape([s * b]);
+        let loss = vocab_parallel_cross_entropy(logits.reshape([s * b, v]), labels, &shard);
+        loss.reshape([s, b]).transpose()
+    }
+}

@@ -1,0 +1,342 @@
+//! The learning rate as a function of the samples seen.
+//!
+//! Keeps the arithmetic of `OptimizerParamScheduler` in Megatron-LM's
+//! `megatron/core/optimizer_param_scheduler.py`, operation by operation: it counts samples, not
+//! iterations, and steps after the optimizer, so that the first iteration of a warm-up from 0 runs
+//! with a rate of 0.
+
+use std::f64::consts::PI;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result, Violation};
+
+/// How the rate falls between the warm-up and `lr_decay_iters`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LrDecayStyle {
+    /// It stays at `lr`, for ever.
+    Constant,
+    /// In a straight line to `min_lr`.
+    #[default]
+    Linear,
+    /// Along half a cosine to `min_lr` (Loshchilov and Hutter 2017, SGDR).
+    Cosine,
+    /// With one over the root of the samples seen, not below `min_lr`.
+    InverseSquareRoot,
+}
+
+/// The schedule's settings, under the names of Megatron's flags and with its defaults; `lr` has
+/// none.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LrScheduleConfig {
+    /// The rate at the end of the warm-up, the highest.
+    pub lr: f64,
+    /// The rate after the decay, the lowest.
+    #[serde(default)]
+    pub min_lr: f64,
+    #[serde(default)]
+    pub lr_decay_style: LrDecayStyle,
+    /// Iterations over which the rate rises in a straight line.
+    #[serde(default)]
+    pub lr_warmup_iters: u64,
+    /// Iterations, from the start, after which the rate is `min_lr`; those of the training where
+    /// none are given.
+    #[serde(default)]
+    pub lr_decay_iters: Option<u64>,
+    /// The rate at the start of the warm-up.
+    #[serde(default)]
+    pub lr_warmup_init: f64,
+}
+
+impl LrScheduleConfig {
+    /// The default schedule with this highest rate.
+    pub fn new(lr: f64) -> Self {
+        LrScheduleConfig {
+            lr,
+            min_lr: 0.0,
+            lr_decay_style: LrDecayStyle::default(),
+            lr_warmup_iters: 0,
+            lr_decay_iters: None,
+            lr_warmup_init: 0.0,
+        }
+    }
+}
+
+/// A schedule that holds: made from a [`LrScheduleConfig`] and the run it belongs to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LrSchedule {
+    max_lr: f64,
+    min_lr: f64,
+    init_lr: f64,
+    style: LrDecayStyle,
+    /// In samples, as is all below.
+    warmup: u64,
+    decay: u64,
+}
+
+impl LrSchedule {
+    /// The schedule of a run of `train_iters` iterations of `global_batch_size` samples.
+    ///
+    /// # Errors
+    /// A configuration error with every violation: a rate that is negative or not finite;
+    /// `min_lr` or `lr_warmup_init` above `lr`; no iterations, or a warm-up not shorter than the
+    /// decay; an empty batch; more samples than 64 bits count.
+    pub fn new(
+        config: &LrScheduleConfig,
+        train_iters: u64,
+        global_batch_size: u64,
+    ) -> Result<Self> {
+        let decay_iters = config.lr_decay_iters.unwrap_or(train_iters);
+        let mut violations = rate_violations(config);
+        violations.extend(length_violations(config, decay_iters, global_batch_size));
+        if !violations.is_empty() {
+            return Err(Error::config(violations));
+        }
+        Ok(LrSchedule {
+            max_lr: config.lr,
+            min_lr: config.min_lr,
+            init_lr: config.lr_warmup_init,
+            style: config.lr_decay_style,
+            warmup: config.lr_warmup_iters * global_batch_size,
+            decay: decay_iters * global_batch_size,
+        })
+    }
+
+    /// The rate of the iteration that starts after `consumed_samples` samples; 0 of them for the
+    /// first.
+    pub fn learning_rate(&self, consumed_samples: u64) -> f64 {
+        let samples = consumed_samples;
+        if self.warmup > 0 && samples <= self.warmup {
+            let rise = (self.max_lr - self.init_lr) * samples as f64 / self.warmup as f64;
+            return self.init_lr + rise;
+        }
+        if self.style == LrDecayStyle::Constant {
+            return self.max_lr;
+        }
+        if samples > self.decay {
+            return self.min_lr;
+        }
+        let ratio = (samples - self.warmup) as f64 / (self.decay - self.warmup) as f64;
+        let height = match self.style {
+            LrDecayStyle::Constant => 1.0,
+            LrDecayStyle::Linear => 1.0 - ratio,
+            LrDecayStyle::Cosine => 0.5 * ((PI * ratio).cos() + 1.0),
+            LrDecayStyle::InverseSquareRoot => {
+                let warmup = self.warmup.max(1) as f64;
+                let lr = self.max_lr * warmup.sqrt() / (samples.max(1) as f64).sqrt();
+                return lr.max(self.min_lr);
+            }
+        };
+        self.min_lr + height * (self.max_lr - self.min_lr)
+    }
+}
+
+fn rate_violations(config: &LrScheduleConfig) -> Vec<Violation> {
+    let lr = config.lr;
+    let is_rate = |rate: f64| rate.is_finite() && rate >= 0.0;
+    let mut violations = Vec::new();
+    if !is_rate(lr) {
+        violations.push(Violation {
+            rule: format!("lr {lr:?} must be finite and at least 0"),
+            nearest: Vec::new(),
+        });
+    }
+    let below = [
+        ("min_lr", config.min_lr),
+        ("lr_warmup_init", config.lr_warmup_init),
+    ];
+    for (name, rate) in below {
+        let (rule, legal) = if !is_rate(rate) {
+            (
+                format!("{name} {rate:?} must be finite and at least 0"),
+                0.0,
+            )
+        } else if is_rate(lr) && rate > lr {
+            (format!("{name} {rate:?} must be at most lr {lr:?}"), lr)
+        } else {
+            continue;
+        };
+        violations.push(Violation {
+            rule,
+            nearest: vec![format!("{legal:?}")],
+        });
+    }
+    violations
+}
+
+fn length_violations(
+    config: &LrScheduleConfig,
+    decay_iters: u64,
+    global_batch_size: u64,
+) -> Vec<Violation> {
+    let warmup_iters = config.lr_warmup_iters;
+    // The length in force has the name under which the user gave it.
+    let name = match config.lr_decay_iters {
+        Some(_) => "lr_decay_iters",
+        None => "train_iters",
+    };
+    let mut violations = Vec::new();
+    let mut report = |rule: String, nearest: Option<u64>| {
+        let nearest = nearest.iter().map(u64::to_string).collect();
+        violations.push(Violation { rule, nearest });
+    };
+    if decay_iters == 0 {
+        report(format!("{name} must be at least 1"), Some(1));
+    } else if warmup_iters >= decay_iters {
+        report(
+            format!("lr_warmup_iters {warmup_iters} must be below {name} {decay_iters}"),
+            Some(decay_iters - 1),
+        );
+    }
+    if global_batch_size == 0 {
+        report("global_batch_size must be at least 1".into(), Some(1));
+    } else if decay_iters.checked_mul(global_batch_size).is_none() {
+        report(
+            format!("{name} {decay_iters} times global_batch_size {global_batch_size} is too many"),
+            Some(u64::MAX / global_batch_size),
+        );
+    }
+    violations
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde::Deserialize;
+
+    #[derive(Deserialize)]
+    struct Trajectory {
+        steps: Vec<Step>,
+    }
+
+    #[derive(Deserialize)]
+    struct Step {
+        step: u64,
+        lr: f64,
+    }
+
+    fn cosine() -> LrScheduleConfig {
+        LrScheduleConfig {
+            min_lr: 1e-4,
+            lr_decay_style: LrDecayStyle::Cosine,
+            lr_warmup_iters: 2,
+            ..LrScheduleConfig::new(1e-3)
+        }
+    }
+
+    #[test]
+    fn the_rates_are_megatrons() {
+        for file in ["gpt_trajectory.json", "llama_trajectory.json"] {
+            let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/");
+            let text = std::fs::read_to_string(format!("{folder}{file}")).unwrap();
+            let run: Trajectory = serde_json::from_str(&text).unwrap();
+            assert_eq!(run.steps.len(), 8);
+            let schedule = LrSchedule::new(&cosine(), 8, 8).unwrap();
+            for Step { step, lr } in run.steps {
+                let ours = schedule.learning_rate((step - 1) * 8);
+                assert!((ours - lr).abs() <= 1e-15 * lr, "step {step}: {ours} {lr}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_style_at_its_landmarks() {
+        let rates = |style, warmup, at: [u64; 5]| {
+            let config = LrScheduleConfig {
+                min_lr: 0.25,
+                lr_decay_style: style,
+                lr_warmup_iters: warmup,
+                lr_decay_iters: Some(20),
+                lr_warmup_init: 0.5,
+                ..LrScheduleConfig::new(1.0)
+            };
+            let schedule = LrSchedule::new(&config, 100, 1).unwrap();
+            at.map(|samples| schedule.learning_rate(samples))
+        };
+        let at = [0, 2, 4, 20, 21];
+        let constant = rates(LrDecayStyle::Constant, 4, at);
+        assert_eq!(constant, [0.5, 0.75, 1.0, 1.0, 1.0]);
+        let linear = rates(LrDecayStyle::Linear, 4, [2, 4, 12, 20, 21]);
+        assert_eq!(linear, [0.75, 1.0, 0.625, 0.25, 0.25]);
+        let cosine = rates(LrDecayStyle::Cosine, 4, [2, 4, 20, 21, u64::MAX]);
+        assert_eq!(cosine, [0.75, 1.0, 0.25, 0.25, 0.25]);
+        // 4 / 16 under the root; after the decay min_lr, whatever the root.
+        let root = rates(LrDecayStyle::InverseSquareRoot, 4, [2, 4, 16, 20, 21]);
+        assert_eq!(root, [0.75, 1.0, 0.5, 2.0 / 20f64.sqrt(), 0.25]);
+        // Without a warm-up the rates start at lr, and the root counts from 1 sample.
+        let root = rates(LrDecayStyle::InverseSquareRoot, 0, [0, 1, 4, 16, 20]);
+        assert_eq!(root, [1.0, 1.0, 0.5, 0.25, 0.25]);
+        assert_eq!(rates(LrDecayStyle::Linear, 0, [0; 5]), [1.0; 5]);
+    }
+
+    #[test]
+    fn every_violation_is_reported_at_once() {
+        let config = LrScheduleConfig {
+            min_lr: 1e-2,
+            lr_warmup_iters: 10,
+            lr_decay_iters: Some(10),
+            lr_warmup_init: f64::NAN,
+            ..LrScheduleConfig::new(1e-3)
+        };
+        let error = LrSchedule::new(&config, 100, 0).unwrap_err().to_string();
+        assert_eq!(
+            error.lines().collect::<Vec<_>>(),
+            [
+                "the configuration breaks 4 rules:",
+                "  - min_lr 0.01 must be at most lr 0.001; nearest legal: 0.001",
+                "  - lr_warmup_init NaN must be finite and at least 0; nearest legal: 0.0",
+                "  - lr_warmup_iters 10 must be below lr_decay_iters 10; nearest legal: 9",
+                "  - global_batch_size must be at least 1; nearest legal: 1",
+            ]
+        );
+        let config = LrScheduleConfig::new(-1.0);
+        assert!(LrSchedule::new(&config, 0, 8).is_err());
+        let config = LrScheduleConfig::new(1.0);
+        assert!(LrSchedule::new(&config, u64::MAX, 2).is_err());
+    }
+
+    #[test]
+    fn config_names_are_megatrons_flags() {
+        let text = r#"{ "lr": 0.1, "lr_decay_style": "inverse-square-root" }"#;
+        let config: LrScheduleConfig = serde_json::from_str(text).unwrap();
+        assert_eq!(config.lr_decay_style, LrDecayStyle::InverseSquareRoot);
+        assert!(serde_json::from_str::<LrScheduleConfig>("{}").is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn after_the_warmup_no_rate_rises(
+            style in prop_oneof![
+                Just(LrDecayStyle::Constant),
+                Just(LrDecayStyle::Linear),
+                Just(LrDecayStyle::Cosine),
+                Just(LrDecayStyle::InverseSquareRoot),
+            ],
+            warmup in 0..50u64,
+            length in 1..200u64,
+            (max, min) in (1e-6..1.0f64, 0.0..1.0f64),
+            samples in 0..2000u64,
+        ) {
+            let config = LrScheduleConfig {
+                min_lr: min * max,
+                lr_decay_style: style,
+                lr_warmup_iters: warmup,
+                ..LrScheduleConfig::new(max)
+            };
+            let train_iters = warmup + length;
+            let schedule = LrSchedule::new(&config, train_iters, 4).unwrap();
+            let (lr, next) = (schedule.learning_rate(samples), schedule.learning_rate(samples + 1));
+            let rounding = 1e-15 * max;
+            prop_assert!(lr >= 0.0 && lr <= max + rounding);
+            if samples >= warmup * 4 {
+                prop_assert!(next <= lr + rounding, "{lr} {next}");
+            }
+            if samples > train_iters * 4 && style != LrDecayStyle::Constant {
+                prop_assert_eq!(lr, min * max);
+            }
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! Which part of each parameter a rank holds.
+//!
+//! A layer asks its [`ParallelBuilder`] for parameters and declares how each is sharded; a
+//! [`ShardedModel`] then knows every parameter of a model by name, full shape and shard, and fills,
+//! flattens, loads and gathers them all in one way. Sharding is a record beside the module: nothing
+//! is attached to tensors.
+
+mod builder;
+mod model;
+mod spec;
+mod weights;
+
+pub use builder::ParallelBuilder;
+pub use model::{ParamRecord, ShardedModel};
+pub use spec::{Init, ParamSpec, Sharding};
+pub use weights::FullWeights;

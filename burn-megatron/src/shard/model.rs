@@ -1,0 +1,234 @@
+//! A rank's model with the record of every parameter, in one flat order.
+
+use super::{FullWeights, Init, ParallelBuilder, ParamSpec, Sharding};
+use crate::comm::all_gather_values;
+use crate::error::{ErrorKind, Result};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Gradients, Tensor, TensorData};
+use std::ops::Range;
+use std::path::Path;
+
+/// One parameter of a rank's model.
+#[derive(Debug, Clone)]
+pub struct ParamRecord {
+    pub id: ParamId,
+    /// Its path in the module tree, the same on every rank that holds a part of it.
+    pub name: String,
+    pub spec: ParamSpec,
+    /// Its elements in the rank's flat buffers.
+    pub range: Range<usize>,
+    /// Whether weight decay applies: Megatron's rule exempts biases and vectors.
+    pub decays: bool,
+}
+
+impl ParamRecord {
+    /// Whether this rank counts the parameter in sums over the tensor-parallel group: every part
+    /// of a split one, one copy of a replicated one.
+    pub fn counts_at(&self, tp_rank: usize) -> bool {
+        self.spec.sharding != Sharding::Replicated || tp_rank == 0
+    }
+}
+
+/// A rank's model: the module and the records of its parameters. A flat buffer of
+/// [`num_elements`](ShardedModel::num_elements) values holds them all, one after another.
+#[derive(Debug)]
+pub struct ShardedModel<M> {
+    module: M,
+    params: Vec<ParamRecord>,
+    context: crate::launch::RankContext,
+}
+
+impl<M: Module> ShardedModel<M> {
+    /// Takes the records of `module`'s parameters from the builder that its layers were made with.
+    /// Float parameters from elsewhere (a layer of Burn's own) count as replicated.
+    pub fn new(module: M, builder: &ParallelBuilder) -> Self {
+        let mut collect = CollectParams {
+            builder,
+            path: Vec::new(),
+            params: Vec::new(),
+            end: 0,
+        };
+        module.visit(&mut collect);
+        ShardedModel {
+            params: collect.params,
+            module,
+            context: builder.context().clone(),
+        }
+    }
+
+    /// The module.
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// Its parameters, in flat order.
+    pub fn params(&self) -> &[ParamRecord] {
+        &self.params
+    }
+
+    /// Elements of this rank's parameters.
+    pub fn num_elements(&self) -> usize {
+        self.params.last().map_or(0, |p| p.range.end)
+    }
+
+    /// Fills every parameter with its initial values: the same values under every layout.
+    ///
+    /// # Errors
+    /// If a replicated parameter that was built elsewhere differs between ranks, naming it.
+    pub fn init(&mut self, seed: u64) -> Result<()> {
+        let mut flat = self.values();
+        for param in &self.params {
+            param.spec.fill(&param.name, seed, &mut flat[param.range.clone()]);
+        }
+        self.set_values(&flat);
+        self.check_replicas(&flat)
+    }
+
+    /// Fills every parameter from a full, unsharded set of weights.
+    ///
+    /// # Errors
+    /// If a tensor is missing, misshapen, of another type, or not of this model: all are listed.
+    pub fn load(&mut self, weights: &FullWeights) -> Result<()> {
+        let flat = weights.read(&self.params)?;
+        self.set_values(&flat);
+        Ok(())
+    }
+
+    /// Writes the full, unsharded weights to `path`. Every rank of the tensor-parallel group calls
+    /// it; its rank 0 writes.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        super::weights::save(path, &self.params, &self.values(), &*self.context.groups.tp.comm)
+    }
+
+    /// A copy of all parameters in flat order.
+    pub fn values(&self) -> Vec<f32> {
+        let mut flatten = Flatten(Vec::with_capacity(self.num_elements()));
+        self.module.visit(&mut flatten);
+        flatten.0
+    }
+
+    /// Replaces all parameters by `flat`.
+    ///
+    /// # Panics
+    /// If `flat` is not as long as the parameters.
+    pub fn set_values(&mut self, flat: &[f32])
+    where
+        M: Clone,
+    {
+        assert_eq!(flat.len(), self.num_elements(), "one value per parameter element");
+        let mut assign = Assign(flat);
+        self.module = self.module.clone().map(&mut assign);
+    }
+
+    /// Adds the gradients of one backward pass to `sums`, in flat order. Parameters without a
+    /// gradient add nothing.
+    pub fn add_gradients(&self, gradients: &Gradients, sums: &mut [f32]) {
+        assert_eq!(sums.len(), self.num_elements(), "one sum per parameter element");
+        self.module.visit(&mut AddGradients { gradients, sums });
+    }
+
+    /// Every rank must hold the same values of what is replicated.
+    fn check_replicas(&self, flat: &[f32]) -> Result<()> {
+        let groups = &self.context.groups;
+        for (axis, comm) in [("tp", &groups.tp.comm), ("dp", &groups.dp.comm)] {
+            for param in self.params.iter().filter(|p| p.spec.init == Init::AsBuilt) {
+                let hash = fingerprint(&flat[param.range.clone()]);
+                if all_gather_values(&**comm, hash)?.iter().any(|other| *other != hash) {
+                    let reason = format!(
+                        "parameter {} is replicated but its initial values differ between the {axis} \
+                         ranks; build it with the ParallelBuilder, or from fixed values",
+                        param.name
+                    );
+                    let rank = self.context.rank;
+                    return Err(ErrorKind::Rank { rank, reason }.into());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// FNV-1a over the values' bits.
+fn fingerprint(values: &[f32]) -> u64 {
+    values.iter().fold(0xcbf2_9ce4_8422_2325, |hash, value| {
+        (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+struct CollectParams<'a> {
+    builder: &'a ParallelBuilder,
+    path: Vec<String>,
+    params: Vec<ParamRecord>,
+    end: usize,
+}
+
+impl ModuleVisitor for CollectParams<'_> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let shape = param.dims();
+        let spec = self.builder.spec(param.id);
+        let spec = spec.unwrap_or_else(|| ParamSpec::replicated(shape, Init::AsBuilt));
+        let start = self.end;
+        self.end += shape.iter().product::<usize>();
+        let name = self.path.join(".");
+        self.params.push(ParamRecord {
+            id: param.id,
+            decays: D > 1 && !name.ends_with(".bias"),
+            name,
+            spec,
+            range: start..self.end,
+        });
+    }
+}
+
+struct Flatten(Vec<f32>);
+
+impl ModuleVisitor for Flatten {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        extend_from(&mut self.0, param.val().inner().into_data());
+    }
+}
+
+fn extend_from(out: &mut Vec<f32>, data: TensorData) {
+    out.extend_from_slice(data.as_slice::<f32>().expect("parameters are f32"));
+}
+
+struct Assign<'a>(&'a [f32]);
+
+impl ModuleMapper for Assign<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, old, mapper) = param.consume();
+        let (values, rest) = self.0.split_at(old.dims().iter().product());
+        self.0 = rest;
+        let data = TensorData::new(values.to_vec(), old.dims());
+        let value = Tensor::from_data(data, &old.device()).require_grad();
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+struct AddGradients<'a, 'b> {
+    gradients: &'a Gradients,
+    sums: &'b mut [f32],
+}
+
+impl ModuleVisitor for AddGradients<'_, '_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.val();
+        let len = value.dims().iter().product();
+        let (sums, rest) = std::mem::take(&mut self.sums).split_at_mut(len);
+        self.sums = rest;
+        let Some(gradient) = value.grad(self.gradients) else {
+            return;
+        };
+        let data = gradient.into_data();
+        let values = data.as_slice::<f32>().expect("gradients are f32");
+        sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+    }
+}

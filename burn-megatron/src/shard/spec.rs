@@ -1,0 +1,156 @@
+//! The declared record of one parameter: its full shape, this rank's part, its initial values.
+
+use crate::random;
+use std::ops::Range;
+
+/// How a rank's part of a parameter relates to the whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Sharding {
+    /// Every rank of the tensor-parallel group holds the whole, always with the same values.
+    Replicated,
+    /// Rank `index` of `parts` holds the `index`-th of `parts` equal parts along `dim`.
+    Split {
+        dim: usize,
+        index: usize,
+        parts: usize,
+    },
+}
+
+/// A parameter's initial values, by Megatron's rule.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// What the module was built with; it must be the same on every rank.
+    AsBuilt,
+    Zeros,
+    Ones,
+    /// Normal with mean 0, drawn by the element's index in the full parameter: the same values
+    /// whatever the layout.
+    Normal { std: f64 },
+}
+
+/// What a layer declares of a parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParamSpec {
+    /// Shape of the whole parameter, vocabulary padding included.
+    pub full_shape: Vec<usize>,
+    pub sharding: Sharding,
+    pub init: Init,
+    /// Rows of the whole that mean something, where the rest is padding of the vocabulary.
+    pub unpadded_rows: Option<usize>,
+}
+
+impl ParamSpec {
+    /// A parameter that every rank holds whole.
+    pub fn replicated(full_shape: impl Into<Vec<usize>>, init: Init) -> Self {
+        ParamSpec {
+            full_shape: full_shape.into(),
+            sharding: Sharding::Replicated,
+            init,
+            unpadded_rows: None,
+        }
+    }
+
+    /// A parameter of which rank `index` holds the `index`-th of `parts` parts along `dim`.
+    pub fn split(
+        full_shape: impl Into<Vec<usize>>,
+        dim: usize,
+        (index, parts): (usize, usize),
+        init: Init,
+    ) -> Self {
+        ParamSpec {
+            sharding: Sharding::Split { dim, index, parts },
+            ..ParamSpec::replicated(full_shape, init)
+        }
+    }
+
+    /// Shape of this rank's part.
+    ///
+    /// # Panics
+    /// If the parameter does not divide into equal parts; layouts are validated before.
+    pub fn local_shape(&self) -> Vec<usize> {
+        let mut shape = self.full_shape.clone();
+        if let Sharding::Split { dim, parts, .. } = self.sharding {
+            assert_eq!(shape[dim] % parts, 0, "dimension {dim} of {shape:?} in {parts} parts");
+            shape[dim] /= parts;
+        }
+        shape
+    }
+
+    /// Elements of the whole, vocabulary padding included.
+    pub fn full_elements(&self) -> usize {
+        self.full_shape.iter().product()
+    }
+
+    /// The shape under which the whole is stored in files: without vocabulary padding.
+    pub fn stored_shape(&self) -> Vec<usize> {
+        let mut shape = self.full_shape.clone();
+        if let (Some(rows), Some(first)) = (self.unpadded_rows, shape.first_mut()) {
+            *first = rows;
+        }
+        shape
+    }
+
+    /// This rank's part as runs of consecutive elements of the whole (row major), in order.
+    pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (dim, index, parts) = match self.sharding {
+            Sharding::Replicated => (0, 0, 1),
+            Sharding::Split { dim, index, parts } => (dim, index, parts),
+        };
+        let outer: usize = self.full_shape[..dim].iter().product();
+        let stride: usize = self.full_shape[dim..].iter().product();
+        let len = stride / parts;
+        (0..outer).map(move |o| o * stride + index * len..o * stride + (index + 1) * len)
+    }
+
+    /// Fills this rank's part with its initial values; `name` and `seed` choose the random ones.
+    pub fn fill(&self, name: &str, seed: u64, out: &mut [f32]) {
+        match self.init {
+            Init::AsBuilt => {}
+            Init::Zeros => out.fill(0.0),
+            Init::Ones => out.fill(1.0),
+            Init::Normal { std } => {
+                let (stream, mut rest) = (random::stream_of(name), out);
+                for run in self.runs() {
+                    let (now, later) = rest.split_at_mut(run.len());
+                    random::fill_normal(seed, stream, run.start as u64, std as f32, now);
+                    rest = later;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_of_all_ranks_cover_the_whole_once() {
+        for dim in 0..3 {
+            let mut seen = vec![0; 4 * 2 * 6];
+            for index in 0..2 {
+                let spec = ParamSpec::split([4, 2, 6], dim, (index, 2), Init::Zeros);
+                let part: Vec<usize> = spec.runs().flatten().collect();
+                assert_eq!(part.len(), spec.local_shape().iter().product::<usize>());
+                part.into_iter().for_each(|i| seen[i] += 1);
+            }
+            assert!(seen.iter().all(|&n| n == 1), "dim {dim}");
+        }
+    }
+
+    #[test]
+    fn initial_values_do_not_depend_on_the_split() {
+        let init = Init::Normal { std: 0.02 };
+        let mut whole = vec![0.0; 6 * 8];
+        ParamSpec::replicated([6, 8], init).fill("decoder.weight", 7, &mut whole);
+        for (dim, parts) in [(0, 2), (0, 3), (1, 2), (1, 4)] {
+            for index in 0..parts {
+                let spec = ParamSpec::split([6, 8], dim, (index, parts), init);
+                let mut part = vec![0.0; 6 * 8 / parts];
+                spec.fill("decoder.weight", 7, &mut part);
+                let want: Vec<f32> = spec.runs().flatten().map(|i| whole[i]).collect();
+                assert_eq!(part, want, "dim {dim}, part {index} of {parts}");
+            }
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Full, unsharded weights in safetensors files, under the module tree's names (Megatron-Core's for
+//! the models of this library).
+
+use super::ParamRecord;
+use crate::comm::Communicator;
+use crate::error::{Error, ErrorKind, Result};
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, TensorView};
+use safetensors::SafeTensors;
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// A file of full weights, memory-mapped: each rank reads only its own part.
+pub struct FullWeights {
+    path: PathBuf,
+    file: Mmap,
+}
+
+impl std::fmt::Debug for FullWeights {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FullWeights({})", self.path.display())
+    }
+}
+
+impl FullWeights {
+    /// Opens a safetensors file.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is not a whole safetensors file.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref().to_path_buf();
+        let file = File::open(&path).map_err(|e| Error::io(&path, e))?;
+        // SAFETY: the mapping is read-only. Were another process to truncate the file meanwhile,
+        // reads would fault, as with every memory-mapped dataset; weights are not written in place.
+        let file = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(&path, e))?;
+        let weights = FullWeights { path, file };
+        weights.tensors()?;
+        Ok(weights)
+    }
+
+    fn tensors(&self) -> Result<SafeTensors<'_>> {
+        SafeTensors::deserialize(&self.file)
+            .map_err(|e| Error::data(&self.path, None, format!("not a safetensors file: {e}")))
+    }
+
+    /// This rank's part of every parameter, in flat order. Rows of vocabulary padding are zeros.
+    pub(super) fn read(&self, params: &[ParamRecord]) -> Result<Vec<f32>> {
+        let tensors = self.tensors()?;
+        let mut problems = Vec::new();
+        let mut unknown: BTreeSet<String> = tensors.names().iter().map(|n| n.to_string()).collect();
+        let mut flat = vec![0f32; params.last().map_or(0, |p| p.range.end)];
+        for param in params {
+            unknown.remove(&param.name);
+            match tensors.tensor(&param.name) {
+                Err(_) => problems.push(format!("{} is missing", param.name)),
+                Ok(tensor) => match mismatch(param, &tensor) {
+                    Some(problem) => problems.push(format!("{} {problem}", param.name)),
+                    None => copy_part(param, tensor.data(), &mut flat[param.range.clone()]),
+                },
+            }
+        }
+        problems.extend(unknown.iter().map(|name| format!("{name} is not of this model")));
+        if problems.is_empty() {
+            return Ok(flat);
+        }
+        let path = self.path.clone();
+        Err(ErrorKind::Weights { path, problems }.into())
+    }
+}
+
+/// How a stored tensor differs from what the parameter asks for.
+fn mismatch(param: &ParamRecord, tensor: &TensorView<'_>) -> Option<String> {
+    if tensor.dtype() != Dtype::F32 {
+        return Some(format!("has type {:?}, not F32", tensor.dtype()));
+    }
+    let (stored, want) = (tensor.shape(), param.spec.stored_shape());
+    // A vocabulary that was padded for another layout: its padding is dropped.
+    let padded = param.spec.unpadded_rows.is_some()
+        && stored.len() == want.len()
+        && stored[0] >= want[0]
+        && stored[1..] == want[1..];
+    (stored != want && !padded).then(|| format!("has shape {stored:?}, not {want:?}"))
+}
+
+/// Copies the rank's runs out of the stored bytes; what lies beyond them is padding.
+fn copy_part(param: &ParamRecord, stored: &[u8], out: &mut [f32]) {
+    let known = param.spec.stored_shape().iter().product::<usize>();
+    let mut rest = out;
+    for run in param.spec.runs() {
+        let (now, later) = rest.split_at_mut(run.len());
+        let end = run.end.min(known);
+        if run.start < end {
+            let bytes = stored[4 * run.start..4 * end].chunks_exact(4);
+            for (value, bytes) in now.iter_mut().zip(bytes) {
+                *value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+            }
+        }
+        rest = later;
+    }
+}
+
+/// Gathers every parameter over the tensor-parallel group and writes them all, on its rank 0.
+pub(super) fn save(
+    path: &Path,
+    params: &[ParamRecord],
+    flat: &[f32],
+    tp: &dyn Communicator,
+) -> Result<()> {
+    let mut full = Vec::with_capacity(params.len());
+    for param in params {
+        let values = gather(param, &flat[param.range.clone()], tp)?;
+        full.push((param, values));
+    }
+    if tp.rank() != 0 {
+        return Ok(());
+    }
+    let views = full.iter().map(|(param, values)| {
+        let shape = param.spec.stored_shape();
+        let bytes = &values[..4 * shape.iter().product::<usize>()];
+        TensorView::new(Dtype::F32, shape, bytes).map(|view| (param.name.as_str(), view))
+    });
+    let views = views.collect::<Result<Vec<_>, _>>();
+    let written = views.and_then(|views| safetensors::serialize_to_file(views, None, path));
+    written.map_err(|e| Error::data(path, None, format!("not written: {e}")))
+}
+
+/// The bytes (little endian f32) of the whole parameter.
+fn gather(param: &ParamRecord, part: &[f32], tp: &dyn Communicator) -> Result<Vec<u8>> {
+    let mut values = vec![0f32; param.spec.full_elements()];
+    if let super::Sharding::Split { dim, parts, .. } = param.spec.sharding {
+        let mut all = vec![0f32; part.len() * parts];
+        tp.all_gather(bytemuck::cast_slice(part), bytemuck::cast_slice_mut(&mut all))?;
+        for (index, mut theirs) in all.chunks(part.len()).enumerate() {
+            let mut spec = param.spec.clone();
+            spec.sharding = super::Sharding::Split { dim, index, parts };
+            for run in spec.runs() {
+                let (now, later) = theirs.split_at(run.len());
+                values[run].copy_from_slice(now);
+                theirs = later;
+            }
+        }
+    } else {
+        values.copy_from_slice(part);
+    }
+    Ok(values.iter().flat_map(|v| v.to_le_bytes()).collect())
+}

@@ -1,0 +1,217 @@
+//! What a run is made of, validated as a whole.
+
+use crate::error::{Error, ErrorKind, Result, Violation};
+use crate::models::gpt::{GptConfig, GptModelConfig};
+use crate::optim::{LrSchedule, OptimizerConfig};
+use crate::topology::{BatchShape, Layout, ModelShape, ParallelConfig, validate};
+use serde::{Deserialize, Serialize};
+
+/// How much data a step takes, under the names of Megatron's flags.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BatchConfig {
+    /// Tokens of a sample.
+    pub seq_length: usize,
+    /// Samples of one forward pass on one data-parallel rank.
+    pub micro_batch_size: usize,
+    /// Samples of one optimizer step, over all ranks.
+    pub global_batch_size: usize,
+}
+
+impl Default for BatchConfig {
+    fn default() -> Self {
+        BatchConfig {
+            seq_length: 128,
+            micro_batch_size: 4,
+            global_batch_size: 16,
+        }
+    }
+}
+
+/// Everything that fixes the numbers of a GPT training run, as the user gives it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainConfig {
+    pub model: GptConfig,
+    pub parallel: ParallelConfig,
+    pub batch: BatchConfig,
+    pub optimizer: OptimizerConfig,
+    /// Entries of the vocabulary, without padding.
+    pub vocab_size: usize,
+    pub train_iters: usize,
+    pub seed: u64,
+    /// Average the loss over the tokens of the global batch. Otherwise, as Megatron's default,
+    /// over each microbatch's tokens first and then over the microbatches.
+    pub calculate_per_token_loss: bool,
+}
+
+impl TrainConfig {
+    /// Validates everything at once.
+    ///
+    /// # Errors
+    /// Every broken rule, each with the nearest legal values.
+    pub fn resolve(self) -> Result<ResolvedConfig> {
+        let mut violations = Vec::new();
+        if self.train_iters == 0 {
+            violations.push(Violation {
+                rule: "train_iters is 0, but a run has at least one iteration".into(),
+                nearest: vec!["1".into()],
+            });
+        }
+        violations.extend(optimizer_violations(&self.optimizer));
+        let layout = violations_of(self.layout(), &mut violations)?;
+        let schedule = LrSchedule::new(
+            &self.optimizer.schedule(),
+            self.train_iters.max(1) as u64,
+            self.batch.global_batch_size as u64,
+        );
+        let schedule = violations_of(schedule, &mut violations)?;
+        match (layout, schedule) {
+            (Some(layout), Some(schedule)) if violations.is_empty() => Ok(ResolvedConfig {
+                config: self,
+                layout,
+                schedule,
+            }),
+            _ => Err(Error::config(violations)),
+        }
+    }
+
+    fn layout(&self) -> Result<Layout> {
+        let model = &self.model;
+        let shape = ModelShape {
+            num_layers: model.num_layers,
+            hidden_size: model.hidden_size,
+            num_attention_heads: model.num_attention_heads,
+            num_query_groups: model.num_attention_heads,
+            seq_length: self.batch.seq_length,
+            max_position_embeddings: self.max_position_embeddings(),
+            ffn_hidden_size: model.ffn_hidden_size(),
+            vocab_size: self.vocab_size,
+            make_vocab_size_divisible_by: model.make_vocab_size_divisible_by,
+        };
+        let batch = BatchShape {
+            micro_batch_size: self.batch.micro_batch_size,
+            global_batch_size: self.batch.global_batch_size,
+        };
+        validate(&self.parallel, &shape, &batch)
+    }
+
+    fn max_position_embeddings(&self) -> usize {
+        self.model.max_position_embeddings.unwrap_or(self.batch.seq_length)
+    }
+}
+
+/// The value, or `None` with its broken rules added to the others.
+fn violations_of<T>(result: Result<T>, violations: &mut Vec<Violation>) -> Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) => match error.kind() {
+            ErrorKind::Config(broken) => {
+                violations.extend(broken.iter().cloned());
+                Ok(None)
+            }
+            _ => Err(error),
+        },
+    }
+}
+
+fn optimizer_violations(optimizer: &OptimizerConfig) -> Vec<Violation> {
+    let ratio = |value: f64| (0.0..1.0).contains(&value);
+    let rules = [
+        ("adam_beta1", optimizer.adam_beta1, ratio(optimizer.adam_beta1), "in [0, 1)", "0.9"),
+        ("adam_beta2", optimizer.adam_beta2, ratio(optimizer.adam_beta2), "in [0, 1)", "0.95"),
+        ("adam_eps", optimizer.adam_eps, optimizer.adam_eps > 0.0, "above 0", "1e-8"),
+        ("weight_decay", optimizer.weight_decay, optimizer.weight_decay >= 0.0, "0 or more", "0"),
+        ("clip_grad", optimizer.clip_grad, optimizer.clip_grad >= 0.0, "0 or more", "1.0"),
+    ];
+    (rules.into_iter())
+        .filter(|(.., holds, _, _)| !holds)
+        .map(|(name, value, _, must, nearest)| Violation {
+            rule: format!("{name} is {value}, but must be {must}"),
+            nearest: vec![nearest.into()],
+        })
+        .collect()
+}
+
+/// A configuration that keeps every rule, with what follows from it.
+#[derive(Debug, Clone)]
+pub struct ResolvedConfig {
+    config: TrainConfig,
+    layout: Layout,
+    schedule: LrSchedule,
+}
+
+impl ResolvedConfig {
+    /// What was asked for.
+    pub fn config(&self) -> &TrainConfig {
+        &self.config
+    }
+
+    /// The grid of ranks, the microbatches, the padded vocabulary.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// What fixes the model's parameters.
+    pub fn model(&self) -> GptModelConfig {
+        GptModelConfig {
+            transformer: self.config.model.transformer(),
+            vocab_size: self.config.vocab_size,
+            padded_vocab_size: self.layout.padded_vocab_size,
+            max_position_embeddings: self.config.max_position_embeddings(),
+            untie_embeddings_and_output_weights: self
+                .config
+                .model
+                .untie_embeddings_and_output_weights,
+        }
+    }
+
+    /// Parameters of the whole model, vocabulary padding included.
+    pub fn num_parameters(&self) -> usize {
+        self.model().num_parameters()
+    }
+
+    /// What a trainer of this run needs to know.
+    pub fn trainer(&self) -> TrainerConfig {
+        TrainerConfig {
+            schedule: self.schedule.clone(),
+            optimizer: self.config.optimizer.clone(),
+            batch: self.config.batch,
+            vocab_size: self.config.vocab_size,
+            calculate_per_token_loss: self.config.calculate_per_token_loss,
+        }
+    }
+}
+
+/// What a [`Trainer`](super::Trainer) needs to know beside its model.
+#[derive(Debug, Clone)]
+pub struct TrainerConfig {
+    pub schedule: LrSchedule,
+    pub optimizer: OptimizerConfig,
+    pub batch: BatchConfig,
+    /// Tokens are checked against it.
+    pub vocab_size: usize,
+    pub calculate_per_token_loss: bool,
+}
+
+impl TrainerConfig {
+    /// For a model of your own: the loss averaged over the global batch's tokens.
+    ///
+    /// # Errors
+    /// Every rule that the schedule breaks.
+    pub fn new(
+        optimizer: OptimizerConfig,
+        batch: BatchConfig,
+        vocab_size: usize,
+        train_iters: usize,
+    ) -> Result<Self> {
+        let samples = batch.global_batch_size as u64;
+        let schedule = LrSchedule::new(&optimizer.schedule(), train_iters as u64, samples)?;
+        Ok(TrainerConfig {
+            schedule,
+            optimizer,
+            batch,
+            vocab_size,
+            calculate_per_token_loss: true,
+        })
+    }
+}

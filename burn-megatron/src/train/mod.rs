@@ -1,0 +1,10 @@
+//! Training: a validated configuration, and one rank's trainer, whose
+//! [`train_step`](Trainer::train_step) is the whole of a step in order.
+
+mod config;
+mod generate;
+mod step;
+
+pub use config::{BatchConfig, ResolvedConfig, TrainConfig, TrainerConfig};
+pub use generate::Sampling;
+pub use step::{LossSum, MicroBatch, StepOutput, Trainer};

@@ -1,0 +1,148 @@
+//! What the cross-crate tests share: the fixtures, and training from them at a layout.
+
+use burn_megatron::Result;
+use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
+use burn_megatron::models::gpt::GptConfig;
+use burn_megatron::optim::{LrDecayStyle, OptimizerConfig};
+use burn_megatron::shard::FullWeights;
+use burn_megatron::topology::ParallelConfig;
+use burn_megatron::train::{
+    BatchConfig, MicroBatch, ResolvedConfig, StepOutput, TrainConfig, Trainer,
+};
+use safetensors::SafeTensors;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// A file of `tests/fixtures`.
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
+}
+
+/// Every tensor of a safetensors fixture as f32, with its shape.
+pub fn tensors(name: impl AsRef<Path>) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
+    let bytes = std::fs::read(name.as_ref()).expect("fixture");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let read = |view: &safetensors::tensor::TensorView<'_>| -> Vec<f32> {
+        match view.dtype() {
+            safetensors::Dtype::F32 => (view.data().chunks_exact(4))
+                .map(|b| f32::from_le_bytes(b.try_into().expect("4 bytes")))
+                .collect(),
+            safetensors::Dtype::I64 => (view.data().chunks_exact(8))
+                .map(|b| i64::from_le_bytes(b.try_into().expect("8 bytes")) as f32)
+                .collect(),
+            other => panic!("a fixture of {other:?}"),
+        }
+    };
+    (file.tensors().iter())
+        .map(|(name, view)| (name.clone(), (view.shape().to_vec(), read(view))))
+        .collect()
+}
+
+/// One fixture run: Megatron's settings, at a layout of ours.
+#[derive(Debug, Clone, Copy)]
+pub struct Run {
+    pub tp: usize,
+    pub dp: usize,
+    pub micro_batch_size: usize,
+    pub masked: bool,
+    pub per_token_loss: bool,
+    pub erf_gelu: bool,
+}
+
+impl Run {
+    /// The base run of the fixtures.
+    pub fn at(tp: usize, dp: usize) -> Self {
+        Run {
+            tp,
+            dp,
+            micro_batch_size: 2,
+            masked: false,
+            per_token_loss: true,
+            erf_gelu: false,
+        }
+    }
+
+    /// The fixtures' model, data and optimizer.
+    pub fn config(&self) -> ResolvedConfig {
+        let config = TrainConfig {
+            model: GptConfig {
+                num_layers: 4,
+                hidden_size: 64,
+                num_attention_heads: 4,
+                make_vocab_size_divisible_by: 1,
+                bias_gelu_fusion: !self.erf_gelu,
+                ..GptConfig::default()
+            },
+            parallel: ParallelConfig {
+                tensor_model_parallel_size: self.tp,
+                world_size: Some(self.tp * self.dp),
+                ..ParallelConfig::default()
+            },
+            batch: BatchConfig {
+                seq_length: 32,
+                micro_batch_size: self.micro_batch_size,
+                global_batch_size: 8,
+            },
+            optimizer: OptimizerConfig {
+                lr: 1e-3,
+                min_lr: 1e-4,
+                lr_decay_style: LrDecayStyle::Cosine,
+                lr_warmup_iters: 2,
+                lr_decay_iters: Some(8),
+                weight_decay: 0.1,
+                clip_grad: 1.0,
+                adam_beta1: 0.9,
+                adam_beta2: 0.95,
+                adam_eps: 1e-8,
+                ..OptimizerConfig::default()
+            },
+            vocab_size: 128,
+            train_iters: 8,
+            seed: 1234,
+            calculate_per_token_loss: self.per_token_loss,
+        };
+        config.resolve().expect("the fixtures' configuration is legal")
+    }
+
+    /// Runs the eight steps from the fixture's weights on every rank; `f` sees each rank's trainer
+    /// at the end. Returns rank 0's steps and `f`'s results in rank order.
+    pub fn train<T: Send>(
+        &self,
+        f: impl Fn(&RankContext, &Trainer) -> Result<T> + Sync,
+    ) -> Result<(Vec<StepOutput>, Vec<T>)> {
+        let config = self.config();
+        let batches = tensors(fixture("train_tokens.safetensors"));
+        let results = run_ranks(config.layout(), DEFAULT_TIMEOUT, |rank| {
+            let weights = FullWeights::open(fixture("gpt_init.safetensors"))?;
+            let mut trainer = Trainer::new(&config, rank, Some(&weights))?;
+            let dp_rank = rank.groups.dp.comm.rank();
+            let steps = (0..8).map(|step| trainer.train_step(&self.share(&batches, step, dp_rank)));
+            let steps = steps.collect::<Result<Vec<_>>>()?;
+            Ok((steps, f(rank, &trainer)?))
+        })?;
+        let (mut steps, ends): (Vec<_>, Vec<_>) = results.into_iter().unzip();
+        assert!(steps.iter().all(|s| *s == steps[0]), "every rank reports the same steps");
+        Ok((steps.swap_remove(0), ends))
+    }
+
+    /// Microbatch `i` of data-parallel rank `r` takes samples `[i·b·dp + r·b, +b)` of the step.
+    fn share(
+        &self,
+        batches: &BTreeMap<String, (Vec<usize>, Vec<f32>)>,
+        step: usize,
+        dp_rank: usize,
+    ) -> Vec<MicroBatch> {
+        let b = self.micro_batch_size;
+        let rows = |name: &str, width: usize, first: usize| {
+            let start = (step * 8 + first) * width;
+            batches[name].1[start..start + b * width].to_vec()
+        };
+        (0..8 / (b * self.dp))
+            .map(|i| (i * self.dp + dp_rank) * b)
+            .map(|first| MicroBatch {
+                tokens: rows("tokens", 33, first).into_iter().map(|t| t as i64).collect(),
+                loss_mask: self.masked.then(|| rows("loss_mask", 32, first)),
+            })
+            .collect()
+    }
+}
