@@ -1,0 +1,97 @@
+//! What the benches share: the models they run.
+
+use burn_megatron::models::gpt::GptConfig;
+use burn_megatron::optim::OptimizerConfig;
+use burn_megatron::topology::ParallelConfig;
+use burn_megatron::train::{BatchConfig, MicroBatch, ResolvedConfig, TrainConfig};
+
+/// A model and batch of the step bench.
+#[derive(Debug, Clone, Copy)]
+pub struct StepCase {
+    pub name: &'static str,
+    pub num_layers: usize,
+    pub hidden_size: usize,
+    pub num_attention_heads: usize,
+    pub seq_length: usize,
+    pub micro_batch_size: usize,
+    pub vocab_size: usize,
+}
+
+/// GPT with GPT-2's vocabulary, 30.1 M parameters.
+pub const CASE_A: StepCase = StepCase {
+    name: "L6 h384 a6 s256 b8 v50304",
+    num_layers: 6,
+    hidden_size: 384,
+    num_attention_heads: 6,
+    seq_length: 256,
+    micro_batch_size: 8,
+    vocab_size: 50304,
+};
+
+/// A GPT small enough for many steps a second.
+pub const CASE_B: StepCase = StepCase {
+    name: "L4 h256 a4 s128 b8 v8192",
+    num_layers: 4,
+    hidden_size: 256,
+    num_attention_heads: 4,
+    seq_length: 128,
+    micro_batch_size: 8,
+    vocab_size: 8192,
+};
+
+impl StepCase {
+    /// The run's configuration on one rank.
+    pub fn config(&self) -> ResolvedConfig {
+        let config = TrainConfig {
+            model: GptConfig {
+                num_layers: self.num_layers,
+                hidden_size: self.hidden_size,
+                num_attention_heads: self.num_attention_heads,
+                ..GptConfig::default()
+            },
+            parallel: ParallelConfig::default(),
+            batch: BatchConfig {
+                seq_length: self.seq_length,
+                micro_batch_size: self.micro_batch_size,
+                global_batch_size: self.micro_batch_size,
+            },
+            optimizer: OptimizerConfig::default(),
+            vocab_size: self.vocab_size,
+            train_iters: 1000,
+            seed: 1,
+            calculate_per_token_loss: true,
+        };
+        config.resolve().expect("the case is a legal configuration")
+    }
+
+    /// A microbatch of arbitrary tokens.
+    pub fn microbatch(&self) -> MicroBatch {
+        let len = self.micro_batch_size * (self.seq_length + 1);
+        let tokens = (0..len).map(|i| (i * 7919 % self.vocab_size) as i64).collect();
+        MicroBatch {
+            tokens,
+            loss_mask: None,
+        }
+    }
+
+    /// Tokens of one step.
+    pub fn tokens(&self) -> u64 {
+        (self.micro_batch_size * self.seq_length) as u64
+    }
+
+    /// The matrix products of one forward pass as `(count, rows, inner, columns)`.
+    pub fn products(&self) -> Vec<(usize, [usize; 3])> {
+        let (n, h) = (self.tokens() as usize, self.hidden_size);
+        let (s, d) = (self.seq_length, h / self.num_attention_heads);
+        let heads = self.num_layers * self.micro_batch_size * self.num_attention_heads;
+        vec![
+            (self.num_layers, [n, h, 3 * h]),
+            (heads, [s, d, s]),
+            (heads, [s, s, d]),
+            (self.num_layers, [n, h, h]),
+            (self.num_layers, [n, h, 4 * h]),
+            (self.num_layers, [n, 4 * h, h]),
+            (1, [n, h, self.vocab_size]),
+        ]
+    }
+}

@@ -1,3 +1,8 @@
 //! Layouts against one rank and against Megatron's own runs; the library as a user sees it.
 
+mod cross_entropy;
 mod fixture_runs;
+mod launching;
+mod layers;
+mod mappings;
+mod own_model;

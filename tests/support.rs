@@ -1,9 +1,11 @@
 //! What the cross-crate tests share: the fixtures, and training from them at a layout.
 
+use burn::tensor::{Device, Tensor, TensorData};
 use burn_megatron::Result;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
 use burn_megatron::models::gpt::GptConfig;
 use burn_megatron::optim::{LrDecayStyle, OptimizerConfig};
+use burn_megatron::random;
 use burn_megatron::shard::FullWeights;
 use burn_megatron::topology::ParallelConfig;
 use burn_megatron::train::{
@@ -112,7 +114,7 @@ impl Run {
     ) -> Result<(Vec<StepOutput>, Vec<T>)> {
         let config = self.config();
         let batches = tensors(fixture("train_tokens.safetensors"));
-        let results = run_ranks(config.layout(), DEFAULT_TIMEOUT, |rank| {
+        let results = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
             let weights = FullWeights::open(fixture("gpt_init.safetensors"))?;
             let mut trainer = Trainer::new(&config, rank, Some(&weights))?;
             let dp_rank = rank.groups.dp.comm.rank();
@@ -144,5 +146,33 @@ impl Run {
                 loss_mask: self.masked.then(|| rows("loss_mask", 32, first)),
             })
             .collect()
+    }
+}
+
+/// Runs `f` on `tp` tensor-parallel ranks and returns their results in rank order.
+pub fn on_tp_ranks<T: Send>(tp: usize, f: impl Fn(&RankContext) -> T + Sync) -> Vec<T> {
+    let config = Run::at(tp, 1).config();
+    run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| Ok(f(rank))).expect("all ranks return")
+}
+
+/// A tensor of arbitrary, distinct values of order 1, the same for the same `salt`.
+pub fn arbitrary<const D: usize>(shape: [usize; D], salt: u64, device: &Device) -> Tensor<D> {
+    let mut values = vec![0f32; shape.iter().product()];
+    random::fill_normal(salt, 0, 0, 1.0, &mut values);
+    Tensor::from_data(TensorData::new(values, shape), device)
+}
+
+/// The values of a tensor on the host.
+pub fn host<const D: usize>(x: Tensor<D>) -> Vec<f32> {
+    x.into_data().try_into_vec().expect("f32")
+}
+
+/// Asserts that two lists of values are close, relative to the largest of them.
+pub fn assert_close(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}: lengths");
+    let scale = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let difference = (got - want).abs() / scale;
+        assert!(difference <= tolerance, "{what}[{i}]: {got} is not {want} ({difference:e})");
     }
 }

@@ -4,7 +4,7 @@ use crate::comm::counted::{Accounts, Counted};
 use crate::comm::threads::ThreadWorld;
 use crate::comm::{CommRef, SingleRank};
 use crate::error::{Error, ErrorKind, Result};
-use crate::topology::{Axis, Layout};
+use crate::topology::{Axis, RankGrid};
 use burn::tensor::Device;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -70,7 +70,7 @@ impl RankContext {
     }
 }
 
-/// Runs `f` once per rank of `layout`, each on a thread of its own, and returns the results in rank
+/// Runs `f` once per rank of `grid`, each on a thread of its own, and returns the results in rank
 /// order. Ranks share the machine's cores evenly: each has a thread pool of its own, so that one
 /// rank's work never waits behind another's that waits for it.
 ///
@@ -78,13 +78,13 @@ impl RankContext {
 /// The first rank to fail, by an error or a panic, ends the others at their next collective; its
 /// error is the one returned.
 pub fn run_ranks<T: Send>(
-    layout: &Layout,
+    grid: &RankGrid,
     timeout: Duration,
     f: impl Fn(&RankContext) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let size = layout.grid.world_size();
+    let size = grid.world_size();
     let world = ThreadWorld::new(timeout);
-    let contexts = contexts(&world, layout);
+    let contexts = contexts(&world, grid);
     let cores = thread::available_parallelism().map_or(1, |n| n.get());
     let first = Mutex::new(None::<Error>);
     let run = |context: &RankContext| {
@@ -125,8 +125,8 @@ pub fn run_ranks<T: Send>(
 }
 
 /// Every rank's context: the groups of each axis, joined in one place.
-fn contexts(world: &Arc<ThreadWorld>, layout: &Layout) -> Vec<RankContext> {
-    let size = layout.grid.world_size();
+fn contexts(world: &Arc<ThreadWorld>, grid: &RankGrid) -> Vec<RankContext> {
+    let size = grid.world_size();
     let join = |name: &str, groups: Vec<Vec<usize>>| {
         let mut ends: Vec<Option<ProcessGroup>> = vec![None; size];
         for members in groups {
@@ -141,8 +141,8 @@ fn contexts(world: &Arc<ThreadWorld>, layout: &Layout) -> Vec<RankContext> {
         ends.into_iter().flatten().collect::<Vec<_>>()
     };
     let all = join("world", vec![(0..size).collect()]);
-    let tp = join("tp", layout.grid.groups(&[Axis::Tp]));
-    let dp = join("dp", layout.grid.groups(&[Axis::Dp]));
+    let tp = join("tp", grid.groups(&[Axis::Tp]));
+    let dp = join("dp", grid.groups(&[Axis::Dp]));
     (all.into_iter().zip(tp).zip(dp).enumerate())
         .map(|(rank, ((world, tp), dp))| RankContext {
             rank,

@@ -2,12 +2,14 @@
 
 pub mod autograd;
 pub mod comm;
+pub mod data;
 mod error;
 pub mod grads;
 pub mod launch;
 pub mod layers;
 pub mod models;
 pub mod optim;
+pub mod prelude;
 pub mod random;
 pub mod shard;
 pub mod topology;

@@ -73,10 +73,10 @@ pub struct OptimizerArgs {
     /// Steps over which the rate rises linearly from its initial value; the first one runs with
     /// that value, as in Megatron
     #[arg(long, value_name = "N")]
-    lr_warmup_iters: Option<usize>,
+    lr_warmup_iters: Option<u64>,
     /// Step at which the rate reaches its minimum [default: the last one]
     #[arg(long, value_name = "N")]
-    lr_decay_iters: Option<usize>,
+    lr_decay_iters: Option<u64>,
     /// Learning rate at the start of the warm-up [default: 0]
     #[arg(long, value_name = "X")]
     lr_warmup_init: Option<f64>,

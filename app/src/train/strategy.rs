@@ -90,7 +90,7 @@ impl SupervisedLearningStrategy<Shim> for RankThreads {
             interrupter.clone(),
             lock(&self.metrics_file).take(),
         ));
-        let ends = run_ranks(self.plan.resolved.layout(), DEFAULT_TIMEOUT, |rank| {
+        let ends = run_ranks(&self.plan.resolved.layout().grid, DEFAULT_TIMEOUT, |rank| {
             let mut feed = (rank.rank == 0).then(|| lock(&feed));
             rank::run(&self.plan, rank, &interrupter, feed.as_deref_mut())
         });

@@ -39,7 +39,9 @@ impl BlendSizes {
         let built = |share: &f64| (share * (1.0 + SURPLUS)).ceil() as u64;
         let mut sizes = Self {
             num_samples: shares.iter().map(built).collect(),
-            size: shares.iter().map(|share| *share as u64).sum(),
+            size: shares
+                .iter()
+                .fold(0, |sum: u64, share| sum.saturating_add(*share as u64)),
             weights,
         };
         sizes.cover_overdraws();

@@ -23,6 +23,8 @@ use crate::{Error, Result, Violation};
 
 /// What [`GptDataset::sample`] pads and masks with where the tokenizer has no pad token.
 const NO_PAD_TOKEN: i64 = -1;
+/// As long as a sequence can be in an index.
+const MAX_SEQ_LENGTH: usize = i32::MAX as usize;
 
 /// Anything that gives samples by number; ranks share it.
 pub trait TokenDataset: Send + Sync {
@@ -86,10 +88,15 @@ impl GptDatasetConfig {
 
     fn validate(&self) -> Result<()> {
         let mut violations = Vec::new();
-        if self.seq_length == 0 {
+        if self.seq_length == 0 || self.seq_length > MAX_SEQ_LENGTH {
+            let rule = format!(
+                "seq_length {} must be 1 to {MAX_SEQ_LENGTH}",
+                self.seq_length
+            );
+            let nearest = self.seq_length.clamp(1, MAX_SEQ_LENGTH).to_string();
             violations.push(Violation {
-                rule: "seq_length must be at least 1".to_string(),
-                nearest: vec!["1".to_string()],
+                rule,
+                nearest: vec![nearest],
             });
         }
         for (name, on) in [

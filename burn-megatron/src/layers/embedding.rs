@@ -1,7 +1,7 @@
 //! Embeddings: tokens, split by vocabulary; positions, learned and replicated.
 
 use super::DEFAULT_INIT_STD;
-use crate::autograd::reduce_from_tensor_parallel_region;
+use crate::autograd::{VocabShard, reduce_from_tensor_parallel_region};
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
 use crate::topology::shard_range;
@@ -50,6 +50,7 @@ impl VocabParallelEmbeddingConfig {
         VocabParallelEmbedding {
             weight: builder.param(spec),
             rows: shard_range(self.padded_vocab_size, size, rank),
+            vocab_size: self.vocab_size,
             tp: builder.tp().clone(),
         }
     }
@@ -65,13 +66,20 @@ pub struct VocabParallelEmbedding {
     #[module(skip)]
     rows: Range<usize>,
     #[module(skip)]
+    vocab_size: usize,
+    #[module(skip)]
     tp: CommRef,
 }
 
 impl VocabParallelEmbedding {
-    /// Global ids of this rank's rows.
-    pub fn rows(&self) -> Range<usize> {
-        self.rows.clone()
+    /// This rank's part of the vocabulary, for a loss over logits that are split in the same way.
+    pub fn vocab_shard(&self) -> VocabShard {
+        VocabShard {
+            rows: self.rows.clone(),
+            vocab_size: self.vocab_size,
+            label_smoothing: 0.0,
+            tp: self.tp.clone(),
+        }
     }
 
     /// # Shapes

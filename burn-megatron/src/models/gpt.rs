@@ -2,8 +2,8 @@
 
 use super::Stage;
 use crate::autograd::{
-    GeluApproximation, VocabShard, copy_to_tensor_parallel_region,
-    gather_from_tensor_parallel_region, linear, vocab_parallel_cross_entropy,
+    GeluApproximation, copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, linear,
+    vocab_parallel_cross_entropy,
 };
 use crate::comm::CommRef;
 use crate::layers::{
@@ -217,12 +217,7 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Stage for GptModel<N, A, M> {
         let [b, s] = labels.dims();
         let logits = self.forward(tokens);
         let v = logits.dims()[2];
-        let shard = VocabShard {
-            rows: self.embedding.word_embeddings.rows(),
-            vocab_size: self.vocab_size,
-            label_smoothing: 0.0,
-            tp: self.tp.clone(),
-        };
+        let shard = self.embedding.word_embeddings.vocab_shard();
         let labels = labels.transpose().reshape([s * b]);
         let loss = vocab_parallel_cross_entropy(logits.reshape([s * b, v]), labels, &shard);
         loss.reshape([s, b]).transpose()

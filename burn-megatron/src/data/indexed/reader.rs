@@ -190,7 +190,6 @@ impl Layout {
         bin_path: &Path,
     ) -> Result<u64> {
         let size = self.dtype.size() as u64;
-        // At most 2^31 * 8 * (file size / 12) bytes: a u64 holds it.
         let mut end = 0;
         for i in 0..self.sequences {
             let length = self.length(idx, i);
@@ -207,11 +206,15 @@ impl Layout {
                 return Err(Error::data(idx_path, self.pointer_at(i) as u64, reason));
             }
             end += length * size;
+            if end > bin.len() as u64 {
+                // Reported below; the sum of a corrupt index must not run on until it overflows.
+                break;
+            }
         }
         if end != bin.len() as u64 {
             let reason = format!(
-                "the index describes {end} bytes, the file has {}: truncated, or of another \
-                 index",
+                "the sequences of the index end at byte {end} or later, the file has {}: \
+                 truncated, or of another index",
                 bin.len()
             );
             return Err(Error::data(bin_path, end.min(bin.len() as u64), reason));

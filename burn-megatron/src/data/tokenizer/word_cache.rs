@@ -5,8 +5,10 @@
 
 /// Longer words are rare, and not worth the room.
 const MAX_WORD_BYTES: usize = 128;
-/// At this many words (some 40 MB) the table starts anew.
+/// At this many words, or bytes of words and ids, the table starts anew: a thread's cache stays
+/// below some 100 MB whatever the text.
 const MAX_WORDS: usize = 1 << 20;
+const MAX_BYTES: usize = 64 << 20;
 const FIRST_SLOTS: usize = 1 << 12;
 
 /// The cache of one thread.
@@ -52,7 +54,7 @@ impl WordCache {
         if word.is_empty() || word.len() > MAX_WORD_BYTES || ids.len() > MAX_WORD_BYTES {
             return;
         }
-        if self.len >= MAX_WORDS {
+        if self.len >= MAX_WORDS || self.words.len() + 4 * self.ids.len() >= MAX_BYTES {
             *self = Self::default();
         }
         if 2 * (self.len + 1) > self.slots.len() {
@@ -62,7 +64,7 @@ impl WordCache {
         let at = self.find(word, hash);
         self.slots[at] = Slot {
             hash,
-            // At most MAX_WORDS * MAX_WORD_BYTES = 2^27.
+            // Both are below MAX_BYTES.
             word: self.words.len() as u32,
             ids: self.ids.len() as u32,
             word_bytes: word.len() as u16,

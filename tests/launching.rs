@@ -1,0 +1,164 @@
+//! Ranks that fail, initial weights under every layout, and what communication costs.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn_megatron::comm::counted::Collective;
+use burn_megatron::prelude::*;
+use burn_megatron::topology::Axis;
+use megatron_tests::{Run, fixture, on_tp_ranks, tensors};
+use std::time::{Duration, Instant};
+
+#[test]
+fn the_rank_that_fails_is_the_one_reported() {
+    let grid = RankGrid::new(Axes { tp: 2, dp: 2, ..Axes::all(1) }, DEFAULT_ORDER).expect("a grid");
+    let start = Instant::now();
+    let error = run_ranks(&grid, DEFAULT_TIMEOUT, |rank| {
+        if rank.rank == 2 {
+            panic!("disk on fire");
+        }
+        // Ranks 0 and 1 share no group of one axis with each other's failure but the world.
+        rank.groups.world.comm.barrier()
+    })
+    .expect_err("rank 2 failed");
+    assert_eq!(error.to_string(), "rank 2 panicked: disk on fire");
+    assert!(start.elapsed() < Duration::from_secs(20), "no rank waited for the timeout");
+}
+
+#[test]
+fn a_rank_that_dies_inside_the_backward_ends_the_others() {
+    let config = Run::at(2, 1).config();
+    let error = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
+        let mut trainer = Trainer::new(&config, rank, None)?;
+        // Rank 1's tokens are outside of the vocabulary: it stops before its first collective,
+        // while rank 0 waits inside its forward.
+        let token = if rank.rank == 1 { 128 } else { 0 };
+        let batch = MicroBatch {
+            tokens: vec![token; 66],
+            loss_mask: None,
+        };
+        trainer.train_step(&[batch])
+    })
+    .expect_err("rank 1 failed");
+    let error = error.to_string();
+    assert!(error.contains("rank 1 got token 128 at position 0 of sample 0"), "{error}");
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named() {
+    let grid = RankGrid::new(Axes { tp: 2, ..Axes::all(1) }, DEFAULT_ORDER).expect("a grid");
+    let error = run_ranks(&grid, Duration::from_millis(300), |rank| match rank.rank {
+        0 => rank.groups.tp.comm.barrier(),
+        _ => Ok(()),
+    })
+    .expect_err("rank 1 never called");
+    let error = error.to_string();
+    assert!(error.contains("rank 0, barrier: in group tp [0, 1]: no call from rank 1"), "{error}");
+}
+
+#[test]
+fn initial_weights_have_the_same_bits_at_every_layout() {
+    let weights = [(1, 1), (2, 1), (4, 1), (2, 2)].map(|(tp, dp)| {
+        let config = Run::at(tp, dp).config();
+        let name = format!("megatron-init-{}-{tp}-{dp}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
+            Trainer::new(&config, rank, None)?.save_weights(&path)
+        })
+        .expect("saved");
+        let weights = tensors(&path);
+        std::fs::remove_file(&path).expect("the saved weights");
+        weights
+    });
+    assert!(weights.iter().all(|w| w == &weights[0]));
+    // Megatron's rule: normal of std 0.02, what adds to the residual scaled by 1/√(2L).
+    let std = |name: &str| {
+        let values = &weights[0][name].1;
+        (values.iter().map(|v| v * v).sum::<f32>() / values.len() as f32).sqrt()
+    };
+    for (name, want) in [
+        ("embedding.word_embeddings.weight", 0.02),
+        ("decoder.layers.3.mlp.linear_fc1.weight", 0.02),
+        ("decoder.layers.3.mlp.linear_fc2.weight", 0.02 / 8f32.sqrt()),
+        ("decoder.layers.0.self_attention.linear_proj.weight", 0.02 / 8f32.sqrt()),
+    ] {
+        assert!((std(name) / want - 1.0).abs() < 0.03, "{name}: {}", std(name));
+    }
+}
+
+#[test]
+fn weights_that_do_not_fit_are_all_listed() {
+    let config = Run::at(2, 1).config();
+    let grid = &config.layout().grid;
+    let error = run_ranks(grid, DEFAULT_TIMEOUT, |rank| {
+        let weights = FullWeights::open(fixture("gpt_logits_mb0.safetensors"))?;
+        Trainer::new(&config, rank, Some(&weights))
+    })
+    .expect_err("another file");
+    let error = error.to_string();
+    for part in [
+        "embedding.word_embeddings.weight is missing",
+        "decoder.layers.3.mlp.linear_fc2.bias is missing",
+        "tokens is not of this model",
+        "54 tensors do not fit",
+    ] {
+        assert!(error.contains(part), "{part} in {error}");
+    }
+}
+
+#[derive(Module, Debug)]
+struct WithOwnParameter {
+    scale: Param<Tensor<1>>,
+}
+
+#[test]
+fn a_replicated_parameter_that_differs_between_ranks_is_refused() {
+    let errors = on_tp_ranks(2, |rank| {
+        let builder = ParallelBuilder::new(rank);
+        let value = Tensor::<1>::full([3], rank.rank as f32, &rank.device);
+        let module = WithOwnParameter {
+            scale: Param::from_tensor(value),
+        };
+        ShardedModel::new(module, &builder).init(1).expect_err("differs").to_string()
+    });
+    assert!(errors.iter().all(|e| e.contains("parameter scale is replicated")), "{errors:?}");
+}
+
+#[test]
+fn the_bytes_of_a_step_are_those_of_the_formula() {
+    // s 32, b 2, h 64, L 4, f32; per microbatch and pass: one all-reduce of [s, b, h] for each of
+    // attention and MLP, one for the embedding (forward) and for the output layer (backward); and
+    // for the loss, all-reduces of 1 and 2 values per token.
+    let (activation, tokens, layers) = (4 * 32 * 2 * 64, 4 * 32 * 2, 4);
+    let microbatch = 2 * (2 * layers + 1) * activation + 3 * tokens;
+    for (tp, dp) in [(2, 1), (4, 1), (1, 2), (2, 2)] {
+        let (_, ends) = Run::at(tp, dp)
+            .train(|rank, trainer| {
+                let groups = &rank.groups;
+                let tp = groups.tp.accounts.of(Collective::AllReduce);
+                let dp = groups.dp.accounts.of(Collective::AllReduce);
+                Ok((tp.bytes, dp.bytes, trainer.model().num_elements()))
+            })
+            .expect("run");
+        let (steps, microbatches) = (8, 4 / dp);
+        for (tp_bytes, dp_bytes, elements) in ends {
+            let of_tp = if tp > 1 { steps * microbatches * microbatch } else { 0 };
+            let of_dp = if dp > 1 { steps * 4 * elements } else { 0 };
+            assert_eq!((tp_bytes, dp_bytes), (of_tp as u64, of_dp as u64), "tp={tp} dp={dp}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_finds_its_groups() {
+    let config = Run::at(2, 2).config();
+    let grid = &config.layout().grid;
+    let places = run_ranks(grid, DEFAULT_TIMEOUT, |rank| {
+        let (tp, dp) = (&rank.groups.tp.comm, &rank.groups.dp.comm);
+        Ok((tp.rank(), tp.size(), dp.rank(), dp.size()))
+    });
+    assert_eq!(
+        places.expect("places"),
+        [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
+    );
+    assert_eq!(grid.group_of(3, &[Axis::Dp]), [1, 3]);
+}
