@@ -77,7 +77,9 @@ pub(super) fn forward<B: Backend>(
 
     // One message: sums of exponentials, the targets' logits, and for smoothing all logits' sums.
     let mut message = sum_exp;
-    message.extend(at_target.iter().zip(&owned).map(|(x, owned)| x * owned));
+    // Not a product: a column of padding is -inf, and another rank's target may point to one.
+    let contribution = |(x, owned): (&f32, &f32)| if *owned > 0.0 { *x } else { 0.0 };
+    message.extend(at_target.iter().zip(&owned).map(contribution));
     if shard.label_smoothing > 0.0 {
         message.extend(sum_of_entries::<B>(shifted, shard));
     }

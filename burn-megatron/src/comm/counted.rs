@@ -92,6 +92,10 @@ impl Counted {
     fn count(&self, of: Collective, bytes: usize, call: impl FnOnce() -> Result<()>) -> Result<()> {
         let start = Instant::now();
         call()?;
+        if self.size() == 1 {
+            // Nothing left the rank.
+            return Ok(());
+        }
         let cell = &self.accounts.0[of as usize];
         cell.calls.fetch_add(1, Relaxed);
         cell.bytes.fetch_add(bytes as u64, Relaxed);
