@@ -65,7 +65,12 @@ fn totals(args: &PreprocessArgs, report: &Report) -> String {
     let files: Vec<String> = args
         .json_keys
         .iter()
-        .map(|key| format!("{}_{key}_document.{{bin,idx}}", args.output_prefix.display()))
+        .map(|key| {
+            format!(
+                "{}_{key}_document.{{bin,idx}}",
+                args.output_prefix.display()
+            )
+        })
         .collect();
     format!(
         "{} documents, {} tokens{skipped} in {} ({} tokens/s): {}",

@@ -27,7 +27,10 @@ pub fn duration(d: Duration) -> String {
 
 /// A moment in UTC as `20260131-235959`, which sorts by time and is a legal file name everywhere.
 pub fn timestamp(time: SystemTime) -> String {
-    let seconds = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let seconds = time
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs();
     let (year, month, day) = civil(seconds / 86400);
     let rest = seconds % 86400;
     let (hour, minute, second) = (rest / 3600, rest % 3600 / 60, rest % 60);
@@ -59,7 +62,12 @@ mod tests {
 
     #[test]
     fn numbers_are_grouped() {
-        let pairs = [(0, "0"), (999, "999"), (1000, "1,000"), (1_234_567, "1,234,567")];
+        let pairs = [
+            (0, "0"),
+            (999, "999"),
+            (1000, "1,000"),
+            (1_234_567, "1,234,567"),
+        ];
         for (n, text) in pairs {
             assert_eq!(grouped(n), text);
         }
@@ -67,7 +75,12 @@ mod tests {
 
     #[test]
     fn durations_have_two_units() {
-        let pairs = [(7.4, "7s"), (112.0, "1m52s"), (59.6, "1m00s"), (3900.0, "1h05m")];
+        let pairs = [
+            (7.4, "7s"),
+            (112.0, "1m52s"),
+            (59.6, "1m00s"),
+            (3900.0, "1h05m"),
+        ];
         for (seconds, text) in pairs {
             assert_eq!(duration(Duration::from_secs_f64(seconds)), text);
         }

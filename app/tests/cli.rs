@@ -48,7 +48,9 @@ impl Run {
     fn metrics(&self) -> Vec<Value> {
         let text = fs::read_to_string(self.path("metrics.jsonl")).unwrap();
         let lines = text.lines();
-        lines.map(|line| serde_json::from_str(line).unwrap()).collect()
+        lines
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect()
     }
 
     /// The losses' bits.
@@ -85,7 +87,10 @@ fn flags(command: &str) -> Vec<String> {
 #[test]
 fn the_flags_are_those_of_the_list() {
     let expected = include_str!("options.txt");
-    let found: Vec<String> = ["preprocess", "train"].iter().flat_map(|c| flags(c)).collect();
+    let found: Vec<String> = ["preprocess", "train"]
+        .iter()
+        .flat_map(|c| flags(c))
+        .collect();
     let expected: Vec<&str> = expected.lines().collect();
     assert_eq!(found, expected, "see app/tests/options.txt");
 }
@@ -181,7 +186,11 @@ fn preprocess_writes_megatrons_bytes() {
 fn a_bad_json_line_is_named_or_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let input = dir.path().join("bad.jsonl");
-    fs::write(&input, "{\"text\": \"1 2\"}\n{\"text\": \n{\"text\": \"3\"}\n").unwrap();
+    fs::write(
+        &input,
+        "{\"text\": \"1 2\"}\n{\"text\": \n{\"text\": \"3\"}\n",
+    )
+    .unwrap();
     let (input, prefix) = (input.to_string_lossy(), dir.path().join("out"));
     let args = [
         "preprocess",
@@ -267,7 +276,10 @@ fn batches_of_another_shape_are_refused_before_the_run() {
     let run = Run::new();
     let mut command = fixture_run(&run);
     let message = stderr(command.args(["--seq-length", "16"]), 2);
-    assert!(message.contains("[steps, 8, 17], not [8, 8, 33]"), "{message}");
+    assert!(
+        message.contains("[steps, 8, 17], not [8, 8, 33]"),
+        "{message}"
+    );
 }
 
 /// The quickstart, cut to three steps: tokenising, training, evaluating, writing a sample, and a
@@ -275,7 +287,14 @@ fn batches_of_another_shape_are_refused_before_the_run() {
 #[test]
 fn the_quickstart_starts_and_ends() {
     let (run, again) = (Run::new(), Run::new());
-    let short = ["--train-iters", "3", "--eval-iters", "1", "--generate-tokens", "4"];
+    let short = [
+        "--train-iters",
+        "3",
+        "--eval-iters",
+        "1",
+        "--generate-tokens",
+        "4",
+    ];
     let mut command = run.command(&["--config", "configs/quickstart.toml"]);
     let said = stdout(command.args(short));
     for part in [
@@ -291,7 +310,11 @@ fn the_quickstart_starts_and_ends() {
     let saved = run.path("run/config.toml");
     let mut command = again.command(&["--config", &saved]);
     stdout(&mut command);
-    assert_eq!(run.losses(), again.losses(), "the saved config runs another run");
+    assert_eq!(
+        run.losses(),
+        again.losses(),
+        "the saved config runs another run"
+    );
 }
 
 #[test]

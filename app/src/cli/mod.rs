@@ -9,9 +9,9 @@ pub use preprocess::PreprocessArgs;
 
 use crate::config::RunConfig;
 use clap::{Args, Parser, Subcommand};
+use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::{Error as NameError, StrDeserializer};
-use serde::Deserialize;
 use std::path::PathBuf;
 
 /// Trains large transformers with Megatron-LM's parallelism, on Burn.

@@ -67,7 +67,9 @@ mod tests {
 
     #[test]
     fn an_unknown_key_is_named_with_its_file_and_line() {
-        let message = read_text("[model]\nnum_layer = 2\n").unwrap_err().to_string();
+        let message = read_text("[model]\nnum_layer = 2\n")
+            .unwrap_err()
+            .to_string();
         for part in ["run.toml", "line 2", "num_layer", "num_layers"] {
             assert!(message.contains(part), "{part}: {message}");
         }

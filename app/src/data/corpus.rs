@@ -1,14 +1,14 @@
 //! `--data-path`: Megatron datasets, split, sampled and blended as Megatron does.
 
+use super::reader::Reader;
 use super::{BatchSource, Share, tokenise};
 use crate::config::RunConfig;
 use crate::error::Result;
 use crate::train::intervals;
 use burn_megatron::data::{
-    BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, Prefetch, Sample,
-    Sampler, SamplerConfig, SamplerPosition, Split, SplitRanges, TokenDataset, Tokenizer,
+    BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, Split, SplitRanges,
+    TokenDataset, Tokenizer,
 };
-use burn_megatron::train::MicroBatch;
 use burn_megatron::{Error, Violation};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -101,23 +101,8 @@ impl Corpus {
         share: Share,
         steps: usize,
     ) -> burn_megatron::Result<Box<dyn BatchSource>> {
-        let config = SamplerConfig {
-            micro_batch_size: share.micro_batch_size,
-            global_batch_size: share.global_batch_size,
-            data_parallel_size: share.ranks,
-            data_parallel_rank: share.rank,
-        };
-        let reader = Reader {
-            sampler: Sampler::new(config, dataset.len() as u64)?,
-            dataset: dataset.clone(),
-            global_batch_size: share.global_batch_size as u64,
-        };
-        if self.prefetch == 0 {
-            return Ok(Box::new(Direct { reader, step: 0 }));
-        }
-        let produce = move |step| reader.read(step);
-        let ahead = Prefetch::spawn(0..steps as u64, self.prefetch, produce)?;
-        Ok(Box::new(Ahead(ahead)))
+        let reader = Reader::new(dataset.clone(), share)?;
+        reader.batches(steps as u64, self.prefetch)
     }
 }
 
@@ -188,69 +173,11 @@ impl Builder<'_> {
         };
         let mut config = GptDatasetConfig::new(self.seq_length, self.seed, Some(samples));
         config.index_split = split;
-        Ok(Some(Arc::new(GptDataset::new(file.clone(), range, config)?)))
-    }
-}
-
-/// Reads one data-parallel rank's micro batches, by step.
-struct Reader {
-    dataset: Arc<dyn TokenDataset>,
-    sampler: Sampler,
-    global_batch_size: u64,
-}
-
-impl Reader {
-    fn read(&self, step: u64) -> burn_megatron::Result<Vec<MicroBatch>> {
-        let position = SamplerPosition {
-            consumed_samples: step * self.global_batch_size,
-        };
-        (0..self.sampler.num_microbatches())
-            .map(|i| {
-                let samples = self.sampler.samples(position, i)?;
-                let samples = samples.map(|sample| self.dataset.sample(sample as usize));
-                Ok(micro_batch(samples.collect::<burn_megatron::Result<_>>()?))
-            })
-            .collect()
-    }
-}
-
-/// Samples side by side; the mask is left out where it masks nothing, as nearly always.
-fn micro_batch(samples: Vec<Sample>) -> MicroBatch {
-    let mut tokens = Vec::new();
-    let mut mask = Vec::new();
-    for sample in samples {
-        tokens.extend(&sample.tokens);
-        // Labels are the tokens one place on, so only the last is new.
-        tokens.extend(sample.labels.last());
-        mask.extend(&sample.loss_mask);
-    }
-    let masked = mask.iter().any(|&weight| weight != 1.0);
-    MicroBatch {
-        tokens,
-        loss_mask: masked.then_some(mask),
-    }
-}
-
-/// Batches read when they are asked for.
-struct Direct {
-    reader: Reader,
-    step: u64,
-}
-
-impl BatchSource for Direct {
-    fn next(&mut self) -> burn_megatron::Result<Vec<MicroBatch>> {
-        self.step += 1;
-        self.reader.read(self.step - 1)
-    }
-}
-
-/// Batches read ahead, by a thread of their own.
-struct Ahead(Prefetch<Vec<MicroBatch>>);
-
-impl BatchSource for Ahead {
-    fn next(&mut self) -> burn_megatron::Result<Vec<MicroBatch>> {
-        let used_up = || Error::data("dataset", None, "every sample of the run was taken");
-        self.0.next()?.ok_or_else(used_up)
+        Ok(Some(Arc::new(GptDataset::new(
+            file.clone(),
+            range,
+            config,
+        )?)))
     }
 }
 
@@ -287,22 +214,10 @@ mod tests {
         assert_eq!(parse(&["a"]), (paths(&["a"]), None));
         assert_eq!(parse(&["a", "b"]), (paths(&["a", "b"]), None));
         let (blended, weights) = parse(&["0.3", "a", "0.7", "b"]);
-        assert_eq!((blended, weights), (paths(&["a", "b"]), Some(vec![0.3, 0.7])));
+        assert_eq!(
+            (blended, weights),
+            (paths(&["a", "b"]), Some(vec![0.3, 0.7]))
+        );
         assert_eq!(parse(&["1", "a", "b"]).0.len(), 3);
-    }
-
-    #[test]
-    fn a_mask_that_masks_nothing_is_left_out() {
-        let sample = |mask: [f32; 2]| Sample {
-            tokens: vec![1, 2],
-            labels: vec![2, 3],
-            loss_mask: mask.to_vec(),
-            position_ids: vec![0, 1],
-        };
-        let whole = micro_batch(vec![sample([1.0, 1.0]), sample([1.0, 1.0])]);
-        assert_eq!(whole.tokens, [1, 2, 3, 1, 2, 3]);
-        assert_eq!(whole.loss_mask, None);
-        let padded = micro_batch(vec![sample([1.0, 1.0]), sample([1.0, 0.0])]);
-        assert_eq!(padded.loss_mask, Some(vec![1.0, 1.0, 1.0, 0.0]));
     }
 }

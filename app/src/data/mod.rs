@@ -1,6 +1,7 @@
 //! Where a rank's micro batches come from: a dataset, or batches given ready made.
 
 mod corpus;
+mod reader;
 mod token_batches;
 mod tokenise;
 mod tokenizer;

@@ -53,45 +53,14 @@ impl TokenBatches {
         let file = unsafe { Mmap::map(&file) }.map_err(|e| Failure::io(path, &e))?;
         let broken = |e| Error::data(path, None, format!("not a safetensors file: {e}"));
         let tensors = SafeTensors::deserialize(&file).map_err(broken)?;
-        let mut problems = Vec::new();
-        let (samples, seq_length) = (wanted.global_batch_size, wanted.seq_length);
-        let tokens = find(&tensors, &file, "tokens", &mut problems);
-        let mut steps = 0;
-        if let Some((region, shape)) = &tokens {
-            steps = shape.first().copied().unwrap_or(0);
-            if !matches!(region.dtype, Dtype::I64 | Dtype::I32) {
-                problems.push(problem("tokens", "must be i64 or i32", region.dtype));
-            }
-            check_shape("tokens", shape, [samples, seq_length + 1], &mut problems);
-        }
-        let mut loss_mask = None;
-        if wanted.loss_mask
-            && let Some((region, shape)) = find(&tensors, &file, "loss_mask", &mut problems)
-        {
-            if region.dtype != Dtype::F32 {
-                problems.push(problem("loss_mask", "must be f32", region.dtype));
-            }
-            check_shape("loss_mask", &shape, [samples, seq_length], &mut problems);
-            if shape.first() != Some(&steps) {
-                problems.push(problem("loss_mask", "must have the steps of tokens", shape));
-            }
-            loss_mask = Some(region);
-        }
-        if problems.is_empty() && steps < wanted.steps {
-            problems.push(Violation {
-                rule: format!("it holds {steps} steps, train_iters is {}", wanted.steps),
-                nearest: vec![format!("--train-iters {steps}")],
-            });
-        }
-        let (Some((tokens, _)), true) = (tokens, problems.is_empty()) else {
-            return Err(misfit(path, problems));
-        };
+        let (steps, tokens, loss_mask) =
+            check(&tensors, &file, wanted).map_err(|problems| misfit(path, &problems))?;
         let batches = TokenBatches {
             path: path.to_path_buf(),
             file,
             steps,
-            samples,
-            seq_length,
+            samples: wanted.global_batch_size,
+            seq_length: wanted.seq_length,
             tokens,
             loss_mask,
         };
@@ -142,7 +111,9 @@ impl TokenBatches {
         let mask = self.loss_mask.as_ref().map(|mask| {
             let bytes = &self.file[mask.bytes.clone()];
             let places = rows.start * self.seq_length..rows.end * self.seq_length;
-            places.map(|at| f32::from_le_bytes(element(bytes, at))).collect()
+            places
+                .map(|at| f32::from_le_bytes(element(bytes, at)))
+                .collect()
         });
         MicroBatch {
             tokens: tokens.collect(),
@@ -156,6 +127,52 @@ fn element<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut element = [0; N];
     element.copy_from_slice(&bytes[at * N..(at + 1) * N]);
     element
+}
+
+/// The steps, tokens and mask that the file holds, or everything that keeps it from fitting.
+fn check(
+    tensors: &SafeTensors<'_>,
+    file: &[u8],
+    wanted: Wanted,
+) -> std::result::Result<(usize, Region, Option<Region>), Vec<Violation>> {
+    let mut problems = Vec::new();
+    let (samples, seq_length) = (wanted.global_batch_size, wanted.seq_length);
+    let tokens = find(tensors, file, "tokens", &mut problems);
+    let mut steps = 0;
+    if let Some((region, shape)) = &tokens {
+        steps = shape.first().copied().unwrap_or(0);
+        if !matches!(region.dtype, Dtype::I64 | Dtype::I32) {
+            problems.push(problem("tokens", "must be i64 or i32, not", region.dtype));
+        }
+        check_shape("tokens", shape, [samples, seq_length + 1], &mut problems);
+    }
+    let mut loss_mask = None;
+    if wanted.loss_mask
+        && let Some((region, shape)) = find(tensors, file, "loss_mask", &mut problems)
+    {
+        if region.dtype != Dtype::F32 {
+            problems.push(problem("loss_mask", "must be f32, not", region.dtype));
+        }
+        check_shape("loss_mask", &shape, [samples, seq_length], &mut problems);
+        if tokens.is_some() && shape.first() != Some(&steps) {
+            problems.push(problem(
+                "loss_mask",
+                "must have as many steps as tokens, not",
+                shape,
+            ));
+        }
+        loss_mask = Some(region);
+    }
+    if problems.is_empty() && steps < wanted.steps {
+        problems.push(Violation {
+            rule: format!("it holds {steps} steps, train_iters is {}", wanted.steps),
+            nearest: vec![format!("--train-iters {steps}")],
+        });
+    }
+    match tokens {
+        Some((tokens, _)) if problems.is_empty() => Ok((steps, tokens, loss_mask)),
+        _ => Err(problems),
+    }
 }
 
 /// A tensor's region and shape; its absence is a problem.
@@ -194,7 +211,7 @@ fn problem(name: &str, rule: &str, found: impl std::fmt::Debug) -> Violation {
     }
 }
 
-fn misfit(path: &Path, problems: Vec<Violation>) -> Failure {
+fn misfit(path: &Path, problems: &[Violation]) -> Failure {
     let list: Vec<String> = problems.iter().map(|p| format!("\n  - {p}")).collect();
     Failure::usage(
         format!("{} does not fit the run:{}", path.display(), list.concat()),
@@ -278,7 +295,10 @@ mod tests {
             ..WANTED
         };
         let message = TokenBatches::open(&path, wanted).unwrap_err().to_string();
-        assert!(message.contains("[steps, 8, 3], not [2, 4, 3]"), "{message}");
+        assert!(
+            message.contains("[steps, 8, 3], not [2, 4, 3]"),
+            "{message}"
+        );
         assert!(message.contains("loss_mask is missing"), "{message}");
     }
 

@@ -10,7 +10,10 @@ use burn_megatron::data::{self as library, Tokenizer};
 /// No type, a flag that the type needs is missing, or a file cannot be read.
 pub fn build(config: &TokenizerConfig) -> Result<Tokenizer> {
     let needs = |kind: &str, flags: &str| {
-        Failure::usage(format!("{kind} needs {flags}"), "give it as a flag, or under [data]")
+        Failure::usage(
+            format!("{kind} needs {flags}"),
+            "give it as a flag, or under [data]",
+        )
     };
     let config = match config.tokenizer_type {
         None => return Err(needs("this command", "--tokenizer-type")),

@@ -21,7 +21,10 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
     let tokens = training.global_batch_size * training.seq_length;
     let mut lines = vec![
         ("model", model(plan)),
-        ("grid", format!("{layout}, ranks are threads, Flex CPU backend")),
+        (
+            "grid",
+            format!("{layout}, ranks are threads, Flex CPU backend"),
+        ),
         (
             "batch",
             format!(

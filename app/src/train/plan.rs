@@ -6,8 +6,8 @@ use crate::data::{self, Corpus, RunData, Share, TokenBatches, Wanted};
 use crate::error::{Failure, Result};
 use crate::units::timestamp;
 use burn_megatron::data::Tokenizer;
-use burn_megatron::train::{ResolvedConfig, Sampling};
 use burn_megatron::shard::FullWeights;
+use burn_megatron::train::{ResolvedConfig, Sampling};
 use burn_megatron::{Error, ErrorKind, Violation};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -137,7 +137,9 @@ fn rules(config: &RunConfig) -> Vec<Violation> {
     }
     let jsonl = data.data_path.iter().any(|path| path.ends_with(".jsonl"));
     if jsonl && data.tokenizer_type.is_none() {
-        violations.push(rule("a .jsonl data path needs a tokenizer (--tokenizer-type)"));
+        violations.push(rule(
+            "a .jsonl data path needs a tokenizer (--tokenizer-type)",
+        ));
     }
     let at_least_one = [
         ("eval_interval", data.eval_interval),
@@ -152,7 +154,9 @@ fn rules(config: &RunConfig) -> Vec<Violation> {
         }
     }
     if config.generate.tokens > 0 && data.tokenizer_type.is_none() {
-        violations.push(rule("a sample at the end needs a tokenizer (--tokenizer-type)"));
+        violations.push(rule(
+            "a sample at the end needs a tokenizer (--tokenizer-type)",
+        ));
     }
     if !(config.generate.temperature >= 0.0 && config.generate.temperature.is_finite()) {
         violations.push(rule("temperature must be a number, 0 or above"));

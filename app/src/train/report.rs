@@ -23,7 +23,10 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
     }
     let steps = plan.config.training.train_iters;
     match ended.interrupted {
-        true => println!("stopped by request at iteration {} of {steps}", last.iteration),
+        true => println!(
+            "stopped by request at iteration {} of {steps}",
+            last.iteration
+        ),
         false => println!("trained {steps} steps in {}", duration(wall)),
     }
     println!(
@@ -35,20 +38,32 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
     if let Some((loss, interval)) = history.best_validation {
         let config = &plan.config;
         let all = rank::intervals(steps, config.data.eval_interval);
-        let iteration = all.get(interval - 1).map_or(last.iteration, |steps| steps.end);
+        let iteration = all
+            .get(interval - 1)
+            .map_or(last.iteration, |steps| steps.end);
         println!("  validated {loss:.4} at best, after iteration {iteration}");
     }
-    println!("  speed     {} tokens/s, median", grouped(median(&history.speeds) as u64));
+    println!(
+        "  speed     {} tokens/s, median",
+        grouped(median(&history.speeds) as u64)
+    );
     println!("  files     {}", files(plan));
     Ok(())
 }
 
 fn files(plan: &Plan) -> String {
     let dir = plan.run_dir.display();
-    let mut files = vec![format!("{dir}/ (config.toml, metrics in train/ and valid/)")];
+    let mut files = vec![format!(
+        "{dir}/ (config.toml, metrics in train/ and valid/)"
+    )];
     let config = &plan.config;
     let named = [&config.logging.metrics_file, &config.training.save_weights];
-    files.extend(named.into_iter().flatten().map(|path| path.display().to_string()));
+    files.extend(
+        named
+            .into_iter()
+            .flatten()
+            .map(|path| path.display().to_string()),
+    );
     files.join(", ")
 }
 

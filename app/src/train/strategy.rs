@@ -13,9 +13,9 @@ use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor};
 use burn::train::logger::FileMetricLogger;
 use burn::train::{
-    InferenceStep, Interrupter, Learner, SupervisedLearningStrategy,
-    SupervisedTrainingEventProcessor, SupervisedTraining, TrainLoader, TrainOutput, TrainStep,
-    TrainingComponents, TrainingStrategy, ValidLoader,
+    InferenceStep, Interrupter, Learner, SupervisedLearningStrategy, SupervisedTraining,
+    SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep, TrainingComponents,
+    TrainingStrategy, ValidLoader,
 };
 use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
 use std::sync::{Arc, Mutex, PoisonError};

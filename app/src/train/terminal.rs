@@ -48,7 +48,8 @@ mod dashboard {
     static BEFORE: OnceLock<Termios> = OnceLock::new();
 
     /// Leaves the alternate screen, stops reporting the mouse, shows the cursor.
-    const LEAVE: &[u8] = b"\x1b[?1006l\x1b[?1015l\x1b[?1003l\x1b[?1002l\x1b[?1000l\x1b[?1049l\x1b[?25h";
+    const LEAVE: &[u8] =
+        b"\x1b[?1006l\x1b[?1015l\x1b[?1003l\x1b[?1002l\x1b[?1000l\x1b[?1049l\x1b[?25h";
 
     pub fn wanted(plan: &Plan) -> bool {
         // The dashboard reads keys: without a terminal to read from it could not be left.

@@ -1,0 +1,122 @@
+//! One data-parallel rank's way through a dataset.
+
+use super::{BatchSource, Share};
+use burn_megatron::data::{
+    Prefetch, Sample, Sampler, SamplerConfig, SamplerPosition, TokenDataset,
+};
+use burn_megatron::train::MicroBatch;
+use burn_megatron::{Error, Result};
+use std::sync::Arc;
+
+/// Reads one data-parallel rank's micro batches, by step.
+pub struct Reader {
+    dataset: Arc<dyn TokenDataset>,
+    sampler: Sampler,
+    global_batch_size: u64,
+}
+
+impl Reader {
+    /// A reader of what data-parallel rank `share.rank` takes of each global batch.
+    pub fn new(dataset: Arc<dyn TokenDataset>, share: Share) -> Result<Self> {
+        let config = SamplerConfig {
+            micro_batch_size: share.micro_batch_size,
+            global_batch_size: share.global_batch_size,
+            data_parallel_size: share.ranks,
+            data_parallel_rank: share.rank,
+        };
+        Ok(Reader {
+            sampler: Sampler::new(config, dataset.len() as u64)?,
+            dataset,
+            global_batch_size: share.global_batch_size as u64,
+        })
+    }
+
+    /// The batches of `steps` steps, read `ahead` of the training by a thread; 0 reads them when
+    /// they are asked for.
+    pub fn batches(self, steps: u64, ahead: usize) -> Result<Box<dyn BatchSource>> {
+        match ahead {
+            0 => Ok(Box::new(Direct {
+                reader: self,
+                step: 0,
+            })),
+            _ => {
+                let produce = move |step| self.read(step);
+                let batches = Prefetch::spawn(0..steps, ahead, produce)?;
+                Ok(Box::new(Ahead(batches)))
+            }
+        }
+    }
+
+    fn read(&self, step: u64) -> Result<Vec<MicroBatch>> {
+        let position = SamplerPosition {
+            consumed_samples: step * self.global_batch_size,
+        };
+        (0..self.sampler.num_microbatches())
+            .map(|i| {
+                let samples = self.sampler.samples(position, i)?;
+                let samples = samples.map(|sample| self.dataset.sample(sample as usize));
+                Ok(micro_batch(samples.collect::<Result<_>>()?))
+            })
+            .collect()
+    }
+}
+
+/// Samples side by side; the mask is left out where it masks nothing, as nearly always.
+fn micro_batch(samples: Vec<Sample>) -> MicroBatch {
+    let mut tokens = Vec::new();
+    let mut mask = Vec::new();
+    for sample in samples {
+        tokens.extend(&sample.tokens);
+        // Labels are the tokens one place on, so only the last is new.
+        tokens.extend(sample.labels.last());
+        mask.extend(&sample.loss_mask);
+    }
+    let masked = mask.iter().any(|&weight| weight != 1.0);
+    MicroBatch {
+        tokens,
+        loss_mask: masked.then_some(mask),
+    }
+}
+
+/// Batches read when they are asked for.
+struct Direct {
+    reader: Reader,
+    step: u64,
+}
+
+impl BatchSource for Direct {
+    fn next(&mut self) -> Result<Vec<MicroBatch>> {
+        self.step += 1;
+        self.reader.read(self.step - 1)
+    }
+}
+
+/// Batches read ahead, by a thread of their own.
+struct Ahead(Prefetch<Vec<MicroBatch>>);
+
+impl BatchSource for Ahead {
+    fn next(&mut self) -> Result<Vec<MicroBatch>> {
+        let used_up = || Error::data("dataset", None, "every sample of the run was taken");
+        self.0.next()?.ok_or_else(used_up)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mask_that_masks_nothing_is_left_out() {
+        let sample = |mask: [f32; 2]| Sample {
+            tokens: vec![1, 2],
+            labels: vec![2, 3],
+            loss_mask: mask.to_vec(),
+            position_ids: vec![0, 1],
+        };
+        let whole = micro_batch(vec![sample([1.0, 1.0]), sample([1.0, 1.0])]);
+        assert_eq!(whole.tokens, [1, 2, 3, 1, 2, 3]);
+        assert_eq!(whole.loss_mask, None);
+        let padded = micro_batch(vec![sample([1.0, 1.0]), sample([1.0, 0.0])]);
+        assert_eq!(padded.loss_mask, Some(vec![1.0, 1.0, 1.0, 0.0]));
+    }
+}
