@@ -10,6 +10,7 @@ use std::hint::black_box;
 use std::time::Duration;
 
 fn step(c: &mut Criterion) {
+    burn_megatron::keep_freed_memory();
     for case in [CASE_B, CASE_A] {
         let mut group = c.benchmark_group(format!("step/{}", case.name));
         group.sample_size(10).sampling_mode(SamplingMode::Flat);

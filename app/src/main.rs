@@ -12,6 +12,7 @@ use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    burn_megatron::keep_freed_memory();
     let done = match cli::Cli::parse().command {
         cli::Command::Train(args) => train::run(&args),
         cli::Command::Preprocess(args) => preprocess::run(&args),

@@ -1,5 +1,6 @@
 //! Megatron-LM's parallelism for models written in Burn.
 
+mod allocator;
 pub mod autograd;
 pub mod comm;
 pub mod data;
@@ -15,4 +16,5 @@ pub mod shard;
 pub mod topology;
 pub mod train;
 
+pub use allocator::keep_freed_memory;
 pub use error::{Error, ErrorKind, Result, Violation};

@@ -39,67 +39,117 @@ pub fn run(
     plan: &Plan,
     rank: &RankContext,
     interrupter: &Interrupter,
-    mut feed: Option<&mut Feed>,
+    feed: Option<&mut Feed>,
 ) -> Result<RankEnd> {
-    let mut trainer = Trainer::new(&plan.resolved, rank, plan.init.as_ref())?;
     let share = plan.share(rank.groups.dp.comm.rank());
-    let mut batches = plan.data.train(share)?;
+    let mut train = plan.data.train(share)?;
     let mut valid = plan.data.valid(share)?;
-    let mut end = RankEnd::default();
+    let mut this = Rank {
+        trainer: Trainer::new(&plan.resolved, rank, plan.init.as_ref())?,
+        plan,
+        world: rank.groups.world.comm.as_ref(),
+        interrupter,
+        feed,
+        end: RankEnd::default(),
+    };
     let config = &plan.config;
     let all = intervals(config.training.train_iters, config.data.eval_interval);
     for (interval, steps) in (1..).zip(all) {
-        if let Some(feed) = feed.as_deref_mut() {
-            feed.start_interval(interval, steps.len());
-        }
-        for step in steps.clone() {
-            let report = train_step(&mut trainer, batches.as_mut())?;
-            if !report.lm_loss.is_finite() {
-                end.diverged_at = Some(report.iteration);
-            }
-            if let Some(feed) = feed.as_deref_mut() {
-                feed.step(report, step - steps.start + 1, steps.len())?;
-            }
-            let stop = stop_agreed(rank.groups.world.comm.as_ref(), interrupter)?;
-            // After the last step there is nothing left to cut short.
-            end.interrupted = stop && step + 1 < config.training.train_iters;
-            if end.interrupted || end.diverged_at.is_some() {
-                break;
-            }
-        }
-        if let Some(feed) = feed.as_deref_mut() {
-            feed.end_steps(interval);
-        }
-        let stop = end.interrupted || end.diverged_at.is_some();
+        let stop = this.train(interval, steps, train.as_mut())?;
         if let (Some(valid), false) = (valid.as_deref_mut(), stop) {
-            evaluate(plan, &mut trainer, valid, interval, feed.as_deref_mut())?;
+            this.evaluate(interval, valid)?;
         }
-        if let Some(feed) = feed.as_deref_mut() {
-            feed.end_interval(interval);
-        }
+        this.report(|feed| feed.end_interval(interval));
         if stop {
             break;
         }
     }
-    if let Some(feed) = feed {
-        feed.finish();
-    }
-    leave(plan, &mut trainer, end)
+    this.report(Feed::finish);
+    this.leave()
 }
 
-/// Saves the weights and writes the sample, unless there is nothing sane to save.
-fn leave(plan: &Plan, trainer: &mut Trainer, mut end: RankEnd) -> Result<RankEnd> {
-    if end.diverged_at.is_some() {
-        return Ok(end);
+/// One rank at work.
+struct Rank<'a> {
+    plan: &'a Plan,
+    world: &'a dyn Communicator,
+    interrupter: &'a Interrupter,
+    feed: Option<&'a mut Feed>,
+    trainer: Trainer,
+    end: RankEnd,
+}
+
+impl Rank<'_> {
+    /// Reports, on the rank that does.
+    fn report(&mut self, report: impl FnOnce(&mut Feed)) {
+        if let Some(feed) = self.feed.as_deref_mut() {
+            report(feed);
+        }
     }
-    if let Some(path) = &plan.config.training.save_weights {
-        trainer.save_weights(path)?;
+
+    /// Takes the interval's steps; whether the run stops there.
+    fn train(
+        &mut self,
+        interval: usize,
+        steps: Range<usize>,
+        batches: &mut dyn BatchSource,
+    ) -> Result<bool> {
+        let total = steps.len();
+        self.report(|feed| feed.start_interval(interval, total));
+        let mut stop = false;
+        for step in steps.clone() {
+            let report = train_step(&mut self.trainer, batches)?;
+            if !report.lm_loss.is_finite() {
+                self.end.diverged_at = Some(report.iteration);
+            }
+            if let Some(feed) = self.feed.as_deref_mut() {
+                feed.step(report, step - steps.start + 1, total)?;
+            }
+            // After the last step there is nothing left to cut short.
+            let asked = stop_agreed(self.world, self.interrupter)?;
+            self.end.interrupted = asked && step + 1 < self.plan.config.training.train_iters;
+            stop = self.end.interrupted || self.end.diverged_at.is_some();
+            if stop {
+                break;
+            }
+        }
+        self.report(|feed| feed.end_steps(interval));
+        Ok(stop)
     }
-    if let Some(sample) = &plan.sample {
-        let text = trainer.generate(&sample.prompt, sample.max_new_tokens, &sample.sampling)?;
-        end.sample = Some(text);
+
+    /// Evaluates on the next batches of the validation data, as Megatron does, not on the same
+    /// ones.
+    fn evaluate(&mut self, interval: usize, valid: &mut dyn BatchSource) -> Result<()> {
+        let batches = self.plan.config.data.eval_iters;
+        self.report(|feed| feed.start_evaluation(interval, batches));
+        for done in 1..=batches {
+            let sum = self.trainer.evaluate(&valid.next()?)?;
+            let report = EvalReport {
+                loss: sum.sum / sum.tokens,
+                tokens: sum.tokens as usize,
+            };
+            self.report(|feed| feed.evaluated(report, done, batches));
+        }
+        self.report(|feed| feed.end_evaluation(interval));
+        Ok(())
     }
-    Ok(end)
+
+    /// Saves the weights and writes the sample, unless there is nothing sane to save.
+    fn leave(mut self) -> Result<RankEnd> {
+        if self.end.diverged_at.is_some() {
+            return Ok(self.end);
+        }
+        if let Some(path) = &self.plan.config.training.save_weights {
+            self.trainer.save_weights(path)?;
+        }
+        if let Some(sample) = &self.plan.sample {
+            let (prompt, sampling) = (&sample.prompt, &sample.sampling);
+            let tokens = self
+                .trainer
+                .generate(prompt, sample.max_new_tokens, sampling)?;
+            self.end.sample = Some(tokens);
+        }
+        Ok(self.end)
+    }
 }
 
 /// One step with its time, from waiting for the data to the last reduction.
@@ -117,34 +167,6 @@ fn train_step(trainer: &mut Trainer, batches: &mut dyn BatchSource) -> Result<St
         tokens_per_second: step.tokens as f64 / step_time_s,
         step_time_s,
     })
-}
-
-/// Evaluates on the next batches of the validation data, as Megatron does, not on the same ones.
-fn evaluate(
-    plan: &Plan,
-    trainer: &mut Trainer,
-    valid: &mut dyn BatchSource,
-    interval: usize,
-    mut feed: Option<&mut Feed>,
-) -> Result<()> {
-    let batches = plan.config.data.eval_iters;
-    if let Some(feed) = feed.as_deref_mut() {
-        feed.start_evaluation(interval, batches);
-    }
-    for done in 1..=batches {
-        let sum = trainer.evaluate(&valid.next()?)?;
-        if let Some(feed) = feed.as_deref_mut() {
-            let report = EvalReport {
-                loss: sum.sum / sum.tokens,
-                tokens: sum.tokens as usize,
-            };
-            feed.evaluated(report, done, batches);
-        }
-    }
-    if let Some(feed) = feed {
-        feed.end_evaluation(interval);
-    }
-    Ok(())
 }
 
 /// Whether all ranks stop after this step.
@@ -167,7 +189,7 @@ mod tests {
     fn intervals_cover_every_step_once() {
         assert_eq!(intervals(7, 3), [0..3, 3..6, 6..7]);
         assert_eq!(intervals(6, 3), [0..3, 3..6]);
-        assert_eq!(intervals(2, usize::MAX), [0..2]);
+        assert_eq!(intervals(2, usize::MAX).first(), Some(&(0..2)));
         assert!(intervals(0, 5).is_empty());
     }
 }

@@ -43,14 +43,22 @@ fn saturation<B: Backend>(x: FloatTensor<B>, approximation: GeluApproximation) -
     }
 }
 
-pub(super) fn forward<B: Backend>(x: FloatTensor<B>, how: GeluApproximation) -> FloatTensor<B> {
-    let weight = B::float_add_scalar(saturation::<B>(x.clone(), how), 1f64.into());
-    B::float_mul(B::float_mul_scalar(x, 0.5f64.into()), weight)
+/// Returns GELU and the saturation.
+pub(super) fn forward<B: Backend>(
+    x: FloatTensor<B>,
+    how: GeluApproximation,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let s = saturation::<B>(x.clone(), how);
+    let weight = B::float_add_scalar(s.clone(), 1f64.into());
+    (B::float_mul(B::float_mul_scalar(x, 0.5f64.into()), weight), s)
 }
 
 /// d gelu / dx at `x`: `(1 + s)/2 + x/2 · ds/dx`, with `s` the saturation.
-fn derivative<B: Backend>(x: FloatTensor<B>, how: GeluApproximation) -> FloatTensor<B> {
-    let s = saturation::<B>(x.clone(), how);
+fn derivative<B: Backend>(
+    x: FloatTensor<B>,
+    s: FloatTensor<B>,
+    how: GeluApproximation,
+) -> FloatTensor<B> {
     let square = B::float_mul(x.clone(), x.clone());
     // x/2 · ds/dx
     let through_slope = match how {
@@ -79,19 +87,23 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     struct GeluBackward;
 
     impl<B: ParallelOps> Backward<B, 1> for GeluBackward {
-        type State = (FloatTensor<B>, GeluApproximation);
+        /// `x`, the saturation (a tanh or erf costs more than the memory), the form.
+        type State = (FloatTensor<B>, FloatTensor<B>, GeluApproximation);
 
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (x, how) = ops.state;
+            let (x, s, how) = ops.state;
             unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-                B::float_mul(derivative::<B>(x, how), grad)
+                B::float_mul(derivative::<B>(x, s, how), grad)
             });
         }
     }
 
     let (x, node) = x.into_parts();
     match GeluBackward.prepare::<C>([node]).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((x.clone(), how), B::gelu_with(x, how)),
+        OpsKind::Tracked(prep) => {
+            let (y, s) = forward::<B>(x.clone(), how);
+            prep.finish((x, s, how), y)
+        }
         OpsKind::UnTracked(prep) => prep.finish(B::gelu_with(x, how)),
     }
 }

@@ -4,15 +4,19 @@
 //! without. [`ParallelOps`] is the seam below them: one default body in backend primitives per
 //! operation, which a backend may replace, and one implementation for Burn's autodiff decorator.
 
+mod attention;
 mod collective;
 mod cross_entropy;
 mod gelu;
+mod layer_norm;
 mod linear;
 mod mappings;
 
+pub use attention::causal_attention;
 pub use collective::{Collective, CollectivePair};
 pub use cross_entropy::{VocabShard, vocab_parallel_cross_entropy};
 pub use gelu::{GeluApproximation, gelu};
+pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use mappings::*;
 
@@ -38,7 +42,27 @@ pub trait ParallelOps: Backend {
 
     /// GELU in the given approximation.
     fn gelu_with(x: FloatTensor<Self>, approximation: GeluApproximation) -> FloatTensor<Self> {
-        gelu::forward::<Self>(x, approximation)
+        gelu::forward::<Self>(x, approximation).0
+    }
+
+    /// Causal attention of heads `q, k, v [n, s, d]`.
+    fn causal_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        scale: f64,
+    ) -> FloatTensor<Self> {
+        attention::forward::<Self>(q, k, v, scale).0
+    }
+
+    /// Layer normalisation of `x [.., h]` with `weight` and `bias` `[h]`.
+    fn layer_norm_with(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        layer_norm::forward::<Self>(x, weight, bias, epsilon).0
     }
 
     /// Cross entropy `[n]` of `logits [n, vocabulary shard]` for global `target` ids `[n]`.
@@ -64,6 +88,24 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
 
     fn gelu_with(x: FloatTensor<Self>, approximation: GeluApproximation) -> FloatTensor<Self> {
         gelu::autodiff::<B, C>(x, approximation)
+    }
+
+    fn causal_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        scale: f64,
+    ) -> FloatTensor<Self> {
+        attention::autodiff::<B, C>(q, k, v, scale)
+    }
+
+    fn layer_norm_with(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        layer_norm::autodiff::<B, C>(x, weight, bias, epsilon)
     }
 
     fn vocab_parallel_cross_entropy(

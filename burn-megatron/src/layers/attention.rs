@@ -4,13 +4,10 @@ use super::block::{Sublayer, TransformerConfig};
 use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, RowParallelLinear, RowParallelLinearConfig,
 };
+use crate::autograd::causal_attention;
 use crate::shard::ParallelBuilder;
 use burn::module::Module;
-use burn::tensor::activation::softmax;
-use burn::tensor::{Bool, Tensor};
-
-/// What Megatron fills masked scores with: its exponential is 0 in f32.
-const MASKED_SCORE: f64 = -10_000.0;
+use burn::tensor::Tensor;
 
 /// Configuration of a [`SelfAttention`].
 #[derive(Debug, Clone)]
@@ -54,8 +51,7 @@ impl SelfAttentionConfig {
 /// `softmax(Q Kᵀ / √d) V`, masked so that a position sees itself and what came before.
 ///
 /// The rows of `linear_qkv` are laid out head by head as `[q | k | v]`, so that a contiguous split
-/// of them is a split by heads. Megatron's `transformer/attention.py`, `SelfAttention`, and
-/// `dot_product_attention.py`.
+/// of them is a split by heads. Megatron's `transformer/attention.py`, `SelfAttention`.
 #[derive(Module, Debug)]
 pub struct SelfAttention {
     /// `h -> 3 h/t`
@@ -76,20 +72,12 @@ impl SelfAttention {
         // [s, b, a/t · 3d] -> [b·a/t, s, 3d]
         let qkv = qkv.reshape([s, heads, 3 * d]).swap_dims(0, 1);
         let part = |i: usize| qkv.clone().slice([0..heads, 0..s, i * d..(i + 1) * d]);
-        let context = attend(part(0), part(1), part(2));
+        let scale = 1.0 / (d as f64).sqrt();
+        let context = causal_attention(part(0), part(1), part(2), scale);
         // [b·a/t, s, d] -> [s, b, a/t · d]
         let context = context.swap_dims(0, 1).reshape([s, b, self.local_heads * d]);
         self.linear_proj.forward(context).0
     }
-}
-
-/// Causal attention of `q, k, v [n, s, d]`, `n` heads apart from one another.
-fn attend(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>) -> Tensor<3> {
-    let [_, s, d] = q.dims();
-    let scores = q.matmul(k.transpose()) / (d as f64).sqrt();
-    let later = Tensor::<2, Bool>::tril_mask([s, s], 0, &scores.device());
-    let scores = scores.mask_fill(later.unsqueeze(), MASKED_SCORE);
-    softmax(scores, 2).matmul(v)
 }
 
 impl Sublayer for SelfAttention {

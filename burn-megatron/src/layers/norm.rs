@@ -1,7 +1,7 @@
 //! Layer normalisation.
 
-use super::add_bias;
 use super::block::Sublayer;
+use crate::autograd::layer_norm;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
@@ -52,10 +52,7 @@ pub struct LayerNorm {
 impl LayerNorm {
     /// `[.., h] -> [.., h]`
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        let centered = x.clone() - x.mean_dim(D - 1);
-        let variance = centered.clone().powi_scalar(2).mean_dim(D - 1);
-        let normal = centered / (variance + self.epsilon).sqrt();
-        add_bias(normal * self.weight.val().unsqueeze(), self.bias.val())
+        layer_norm(x, self.weight.val(), self.bias.val(), self.epsilon)
     }
 }
 

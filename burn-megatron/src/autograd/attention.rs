@@ -1,0 +1,88 @@
+//! The core of causal attention, with its backward: `softmax(Q Kᵀ · scale, masked) V`.
+//!
+//! Shapes: `n` heads of all samples, `s` sequence, `d` head width. Megatron's
+//! `transformer/dot_product_attention.py`; saved for the backward: `q`, `k`, `v` and the
+//! probabilities `[n, s, s]`.
+
+use super::ParallelOps;
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
+use burn::tensor::{Tensor, TensorData};
+
+/// What Megatron fills masked scores with: its exponential is 0 in f32.
+const MASKED_SCORE: f64 = -10_000.0;
+
+/// Attention of each of `n` heads by itself, in which a position sees itself and what came before.
+///
+/// # Shapes
+/// - `q`, `k`, `v`: `[n, s, d]`
+/// - output: `[n, s, d]`
+pub fn causal_attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, scale: f64) -> Tensor<3> {
+    let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
+    Tensor::from_dispatch(Dispatch::causal_attention(q, k, v, scale))
+}
+
+/// Returns the output and the probabilities `[n, s, s]`.
+pub(super) fn forward<B: Backend>(
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    scale: f64,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let s = q.shape()[1];
+    let device = q.device();
+    let scores = B::float_mul_scalar(B::float_matmul(q, B::float_transpose(k)), scale.into());
+    let later: Vec<bool> = (0..s * s).map(|i| i % s > i / s).collect();
+    let later = B::bool_from_data(TensorData::new(later, [1, s, s]), &device);
+    let later = B::bool_expand(later, scores.shape());
+    let scores = B::float_mask_fill(scores, later, MASKED_SCORE.into());
+    let probabilities = B::softmax(scores, 2);
+    (B::float_matmul(probabilities.clone(), v), probabilities)
+}
+
+pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
+    q: FloatTensor<Autodiff<B, C>>,
+    k: FloatTensor<Autodiff<B, C>>,
+    v: FloatTensor<Autodiff<B, C>>,
+    scale: f64,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct AttentionBackward;
+
+    impl<B: ParallelOps> Backward<B, 3> for AttentionBackward {
+        /// `q`, `k`, `v`, the probabilities, and the scale.
+        type State = ([FloatTensor<B>; 3], FloatTensor<B>, f64);
+
+        /// With `P` the probabilities: `dV = Pᵀ dO`, `dP = dO Vᵀ`,
+        /// `dS = P ∘ (dP - rowsum(dP ∘ P)) · scale`, `dQ = dS K`, `dK = dSᵀ Q`.
+        fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let ([q, k, v], p, scale) = ops.state;
+            let d_out = grads.consume::<B>(&ops.node);
+            let dv = B::float_matmul(B::float_transpose(p.clone()), d_out.clone());
+            let dp = B::float_matmul(d_out, B::float_transpose(v));
+            let weighted = B::float_mul(dp, p.clone());
+            let sums = B::float_sum_dim(weighted.clone(), 2);
+            let ds = B::float_sub(weighted, B::float_mul(p, sums));
+            let ds = B::float_mul_scalar(ds, scale.into());
+            let dq = B::float_matmul(ds.clone(), k);
+            let dk = B::float_matmul(B::float_transpose(ds), q);
+            for (parent, gradient) in ops.parents.into_iter().zip([dq, dk, dv]) {
+                if let Some(node) = parent {
+                    grads.register::<B>(node.id, gradient);
+                }
+            }
+        }
+    }
+
+    let ((q, qn), (k, kn), (v, vn)) = (q.into_parts(), k.into_parts(), v.into_parts());
+    match AttentionBackward.prepare::<C>([qn, kn, vn]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => {
+            let (out, p) = forward::<B>(q.clone(), k.clone(), v.clone(), scale);
+            prep.finish(([q, k, v], p, scale), out)
+        }
+        OpsKind::UnTracked(prep) => prep.finish(B::causal_attention(q, k, v, scale)),
+    }
+}
