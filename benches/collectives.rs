@@ -13,7 +13,9 @@ const SIZES: [usize; 5] = [1 << 10, 1 << 15, 1 << 20, 1 << 23, 1 << 26];
 fn collectives(c: &mut Criterion) {
     for ranks in [2, 4] {
         let mut group = c.benchmark_group(format!("all-reduce/{ranks} ranks"));
-        group.sample_size(10).warm_up_time(Duration::from_millis(300));
+        group
+            .sample_size(10)
+            .warm_up_time(Duration::from_millis(300));
         group.measurement_time(Duration::from_secs(2));
         for bytes in SIZES {
             group.throughput(Throughput::Bytes((ranks * bytes) as u64));
@@ -38,7 +40,8 @@ fn all_reduce(ranks: usize, bytes: usize, iterations: u64) -> Duration {
         let mut buffer = vec![0f32; bytes / 4];
         move || {
             for _ in 0..iterations {
-                comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("all ranks call");
+                comm.all_reduce(&mut buffer, ReduceOp::Sum)
+                    .expect("all ranks call");
             }
         }
     })
@@ -67,13 +70,19 @@ fn on_threads<J: FnOnce()>(ranks: usize, prepare: impl Fn(usize) -> J + Sync) ->
         job();
     };
     thread::scope(|scope| {
-        let handles: Vec<_> = (0..ranks).map(|rank| scope.spawn({
-            let run = &run;
-            move || run(rank)
-        })).collect();
+        let handles: Vec<_> = (0..ranks)
+            .map(|rank| {
+                scope.spawn({
+                    let run = &run;
+                    move || run(rank)
+                })
+            })
+            .collect();
         start.wait();
         let begun = Instant::now();
-        handles.into_iter().for_each(|handle| handle.join().expect("a thread of the bench"));
+        handles
+            .into_iter()
+            .for_each(|handle| handle.join().expect("a thread of the bench"));
         begun.elapsed()
     })
 }

@@ -67,7 +67,9 @@ impl StepCase {
     /// A microbatch of arbitrary tokens.
     pub fn microbatch(&self) -> MicroBatch {
         let len = self.micro_batch_size * (self.seq_length + 1);
-        let tokens = (0..len).map(|i| (i * 7919 % self.vocab_size) as i64).collect();
+        let tokens = (0..len)
+            .map(|i| (i * 7919 % self.vocab_size) as i64)
+            .collect();
         MicroBatch {
             tokens,
             loss_mask: None,

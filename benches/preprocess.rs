@@ -32,7 +32,9 @@ fn tokenizing(c: &mut Criterion) {
 
     let mut group = c.benchmark_group("preprocess");
     group.sample_size(10).sampling_mode(SamplingMode::Flat);
-    group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(5));
+    group
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(5));
     group.throughput(Throughput::Elements(report.tokens));
     for workers in [1, 2] {
         group.bench_function(format!("{workers} workers"), |b| {

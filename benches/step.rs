@@ -14,7 +14,9 @@ fn step(c: &mut Criterion) {
     for case in [CASE_B, CASE_A] {
         let mut group = c.benchmark_group(format!("step/{}", case.name));
         group.sample_size(10).sampling_mode(SamplingMode::Flat);
-        group.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(10));
+        group
+            .warm_up_time(Duration::from_millis(500))
+            .measurement_time(Duration::from_secs(10));
         group.throughput(Throughput::Elements(case.tokens()));
         let rank = RankContext::single(Device::flex());
         let mut trainer = Trainer::new(&case.config(), &rank, None).expect("a trainer");

@@ -30,10 +30,16 @@ fn run(
         let weights = TensorData::new(upstream.to_vec(), [n]);
         let weighted = loss.clone() * Tensor::from_data(weights, &rank.device);
         let gradients = weighted.sum().backward();
-        (host(loss.inner()), mine.grad(&gradients).expect("a gradient"))
+        (
+            host(loss.inner()),
+            mine.grad(&gradients).expect("a gradient"),
+        )
     });
     let (losses, parts): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
-    assert!(losses.iter().all(|l| *l == losses[0]), "every rank has the same loss");
+    assert!(
+        losses.iter().all(|l| *l == losses[0]),
+        "every rank has the same loss"
+    );
     (losses[0].clone(), host(Tensor::cat(parts, 1)))
 }
 
@@ -49,7 +55,12 @@ fn loss_and_gradient_are_megatrons() {
             let (loss, gradient) = run(tp, &logits, (96, smoothing), target, upstream);
             let what = |part| format!("{part}, smoothing {smoothing}, tp={tp}");
             assert_close(&loss, &file[&format!("loss_{name}")].1, 1e-6, &what("loss"));
-            assert_close(&gradient, &file[&format!("grad_{name}")].1, 1e-6, &what("gradient"));
+            assert_close(
+                &gradient,
+                &file[&format!("grad_{name}")].1,
+                1e-6,
+                &what("gradient"),
+            );
         }
     }
 }
@@ -70,12 +81,20 @@ fn an_odd_vocabulary_has_one_loss_at_every_tp() {
             let (loss, gradient) = run(tp, &logits, (vocab, smoothing), &target, &[1.0; 6]);
             let gradient = Tensor::<2>::from_data(TensorData::new(gradient, [n, padded]), &flex);
             let of_padding = gradient.clone().slice([0..n, vocab..padded]);
-            assert!(host(of_padding).iter().all(|g| *g == 0.0), "padding has no gradient");
+            assert!(
+                host(of_padding).iter().all(|g| *g == 0.0),
+                "padding has no gradient"
+            );
             (loss, host(gradient.slice([0..n, 0..vocab])))
         });
         for (tp, (loss, gradient)) in [2, 4].iter().zip(&outcomes[1..]) {
             assert_close(loss, &outcomes[0].0, 5e-7, &format!("loss, tp={tp}"));
-            assert_close(gradient, &outcomes[0].1, 1e-6, &format!("gradient, tp={tp}"));
+            assert_close(
+                gradient,
+                &outcomes[0].1,
+                1e-6,
+                &format!("gradient, tp={tp}"),
+            );
         }
     }
 }

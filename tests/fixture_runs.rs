@@ -22,10 +22,22 @@ fn assert_steps(got: &[StepOutput], want: &Value, what: &str) {
         let loss = (f64::from(got.lm_loss) - number("lm_loss")).abs();
         let norm = (got.grad_norm / number("grad_norm") - 1.0).abs();
         let at = format!("{what}, iteration {}", got.iteration);
-        assert!(loss <= LOSS_TOLERANCE, "{at}: loss {} differs by {loss:e}", got.lm_loss);
-        assert!(norm <= NORM_TOLERANCE, "{at}: norm {} differs by {norm:e}", got.grad_norm);
+        assert!(
+            loss <= LOSS_TOLERANCE,
+            "{at}: loss {} differs by {loss:e}",
+            got.lm_loss
+        );
+        assert!(
+            norm <= NORM_TOLERANCE,
+            "{at}: norm {} differs by {norm:e}",
+            got.grad_norm
+        );
         let lr = (got.learning_rate - number("lr")).abs();
-        assert!(lr <= 1e-15 * number("lr"), "{at}: learning rate {}", got.learning_rate);
+        assert!(
+            lr <= 1e-15 * number("lr"),
+            "{at}: learning rate {}",
+            got.learning_rate
+        );
     }
 }
 
@@ -35,7 +47,9 @@ fn gpt_trains_as_megatron_does_at_every_layout() {
     for (tp, dp) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
         let run = Run::at(tp, dp);
         let path = std::env::temp_dir().join(format!("megatron-{}-{tp}-{dp}", std::process::id()));
-        let (steps, _) = run.train(|_, trainer| trainer.save_weights(&path)).expect("run");
+        let (steps, _) = run
+            .train(|_, trainer| trainer.save_weights(&path))
+            .expect("run");
         assert_steps(&steps, &want, &format!("tp={tp} dp={dp}"));
         assert_weights(&path, &format!("tp={tp} dp={dp}"));
         std::fs::remove_file(&path).expect("the saved weights");
@@ -46,7 +60,10 @@ fn gpt_trains_as_megatron_does_at_every_layout() {
 /// left out: its true gradient is 0, and Adam amplifies the rounding there.
 fn assert_weights(path: &std::path::Path, what: &str) {
     let (got, want) = (tensors(path), tensors(fixture("gpt_final.safetensors")));
-    assert_eq!(got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>());
+    assert_eq!(
+        got.keys().collect::<Vec<_>>(),
+        want.keys().collect::<Vec<_>>()
+    );
     for (name, (shape, want)) in &want {
         assert_eq!(&got[name].0, shape, "{name}");
         for (i, (got, want)) in got[name].1.iter().zip(want).enumerate() {
@@ -99,7 +116,11 @@ fn the_micro_batch_size_does_not_matter() {
 #[test]
 fn the_same_run_twice_has_the_same_bits() {
     for (tp, dp) in [(1, 1), (2, 2)] {
-        let run = || Run::at(tp, dp).train(|_, trainer| Ok(trainer.model().values())).expect("run");
+        let run = || {
+            Run::at(tp, dp)
+                .train(|_, trainer| Ok(trainer.model().values()))
+                .expect("run")
+        };
         let (first, second) = (run(), run());
         assert_eq!(first, second, "tp={tp} dp={dp}");
     }

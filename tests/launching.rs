@@ -10,7 +10,15 @@ use std::time::{Duration, Instant};
 
 #[test]
 fn the_rank_that_fails_is_the_one_reported() {
-    let grid = RankGrid::new(Axes { tp: 2, dp: 2, ..Axes::all(1) }, DEFAULT_ORDER).expect("a grid");
+    let grid = RankGrid::new(
+        Axes {
+            tp: 2,
+            dp: 2,
+            ..Axes::all(1)
+        },
+        DEFAULT_ORDER,
+    )
+    .expect("a grid");
     let start = Instant::now();
     let error = run_ranks(&grid, DEFAULT_TIMEOUT, |rank| {
         if rank.rank == 2 {
@@ -21,7 +29,10 @@ fn the_rank_that_fails_is_the_one_reported() {
     })
     .expect_err("rank 2 failed");
     assert_eq!(error.to_string(), "rank 2 panicked: disk on fire");
-    assert!(start.elapsed() < Duration::from_secs(20), "no rank waited for the timeout");
+    assert!(
+        start.elapsed() < Duration::from_secs(20),
+        "no rank waited for the timeout"
+    );
 }
 
 #[test]
@@ -40,19 +51,32 @@ fn a_rank_that_dies_inside_the_backward_ends_the_others() {
     })
     .expect_err("rank 1 failed");
     let error = error.to_string();
-    assert!(error.contains("rank 1 got token 128 at position 0 of sample 0"), "{error}");
+    assert!(
+        error.contains("rank 1 got token 128 at position 0 of sample 0"),
+        "{error}"
+    );
 }
 
 #[test]
 fn a_rank_that_never_comes_is_named() {
-    let grid = RankGrid::new(Axes { tp: 2, ..Axes::all(1) }, DEFAULT_ORDER).expect("a grid");
+    let grid = RankGrid::new(
+        Axes {
+            tp: 2,
+            ..Axes::all(1)
+        },
+        DEFAULT_ORDER,
+    )
+    .expect("a grid");
     let error = run_ranks(&grid, Duration::from_millis(300), |rank| match rank.rank {
         0 => rank.groups.tp.comm.barrier(),
         _ => Ok(()),
     })
     .expect_err("rank 1 never called");
     let error = error.to_string();
-    assert!(error.contains("rank 0, barrier: in group tp [0, 1]: no call from rank 1"), "{error}");
+    assert!(
+        error.contains("rank 0, barrier: in group tp [0, 1]: no call from rank 1"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -79,9 +103,16 @@ fn initial_weights_have_the_same_bits_at_every_layout() {
         ("embedding.word_embeddings.weight", 0.02),
         ("decoder.layers.3.mlp.linear_fc1.weight", 0.02),
         ("decoder.layers.3.mlp.linear_fc2.weight", 0.02 / 8f32.sqrt()),
-        ("decoder.layers.0.self_attention.linear_proj.weight", 0.02 / 8f32.sqrt()),
+        (
+            "decoder.layers.0.self_attention.linear_proj.weight",
+            0.02 / 8f32.sqrt(),
+        ),
     ] {
-        assert!((std(name) / want - 1.0).abs() < 0.03, "{name}: {}", std(name));
+        assert!(
+            (std(name) / want - 1.0).abs() < 0.03,
+            "{name}: {}",
+            std(name)
+        );
     }
 }
 
@@ -118,9 +149,17 @@ fn a_replicated_parameter_that_differs_between_ranks_is_refused() {
         let module = WithOwnParameter {
             scale: Param::from_tensor(value),
         };
-        ShardedModel::new(module, &builder).init(1).expect_err("differs").to_string()
+        ShardedModel::new(module, &builder)
+            .init(1)
+            .expect_err("differs")
+            .to_string()
     });
-    assert!(errors.iter().all(|e| e.contains("parameter scale is replicated")), "{errors:?}");
+    assert!(
+        errors
+            .iter()
+            .all(|e| e.contains("parameter scale is replicated")),
+        "{errors:?}"
+    );
 }
 
 #[test]
@@ -141,9 +180,17 @@ fn the_bytes_of_a_step_are_those_of_the_formula() {
             .expect("run");
         let (steps, microbatches) = (8, 4 / dp);
         for (tp_bytes, dp_bytes, elements) in ends {
-            let of_tp = if tp > 1 { steps * microbatches * microbatch } else { 0 };
+            let of_tp = if tp > 1 {
+                steps * microbatches * microbatch
+            } else {
+                0
+            };
             let of_dp = if dp > 1 { steps * 4 * elements } else { 0 };
-            assert_eq!((tp_bytes, dp_bytes), (of_tp as u64, of_dp as u64), "tp={tp} dp={dp}");
+            assert_eq!(
+                (tp_bytes, dp_bytes),
+                (of_tp as u64, of_dp as u64),
+                "tp={tp} dp={dp}"
+            );
         }
     }
 }
@@ -161,4 +208,38 @@ fn a_rank_finds_its_groups() {
         [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
     );
     assert_eq!(grid.group_of(3, &[Axis::Dp]), [1, 3]);
+}
+
+#[test]
+fn a_model_with_an_odd_vocabulary_trains_alike_at_every_tp() {
+    // Public complaints: Megatron-LM #1754, #1736.
+    let steps = [1, 2, 4].map(|tp| {
+        let mut config = Run::at(tp, 1).config().config().clone();
+        config.model.make_vocab_size_divisible_by = 128;
+        config.model.num_layers = 1;
+        config.model.hidden_size = 16;
+        config.batch.global_batch_size = 2;
+        config.vocab_size = 50257;
+        let config = config.resolve().expect("a legal configuration");
+        let ranks = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
+            let mut trainer = Trainer::new(&config, rank, None)?;
+            let batch = MicroBatch {
+                tokens: (0..66).map(|i| 50256 - i * 761).collect(),
+                loss_mask: None,
+            };
+            (0..3)
+                .map(|_| trainer.train_step(&[batch.clone()]))
+                .collect::<Result<Vec<_>>>()
+        });
+        ranks.expect("ranks").swap_remove(0)
+    });
+    for other in &steps[1..] {
+        for (a, b) in steps[0].iter().zip(other) {
+            assert!((a.lm_loss - b.lm_loss).abs() <= 2e-6, "{a:?} {b:?}");
+            assert!(
+                (a.grad_norm / b.grad_norm - 1.0).abs() <= 1e-5,
+                "{a:?} {b:?}"
+            );
+        }
+    }
 }

@@ -37,9 +37,15 @@ fn run<M: Module + Sync>(
     });
     let (y, dx, ..) = &ranks[0];
     for (other_y, other_dx, ..) in &ranks {
-        assert_eq!((y, dx), (other_y, other_dx), "replicated values differ at tp={tp}");
+        assert_eq!(
+            (y, dx),
+            (other_y, other_dx),
+            "replicated values differ at tp={tp}"
+        );
     }
-    let parts = ranks.iter().map(|(_, _, params, flat)| (params.as_slice(), flat.as_slice()));
+    let parts = ranks
+        .iter()
+        .map(|(_, _, params, flat)| (params.as_slice(), flat.as_slice()));
     (y.clone(), dx.clone(), whole_gradients(parts))
 }
 
@@ -56,7 +62,11 @@ fn whole_gradients<'a>(
             for run in param.spec.runs() {
                 let (now, rest) = part.split_at(run.len());
                 for (whole, value) in gradient[run].iter_mut().zip(now) {
-                    assert!(whole.is_nan() || whole == value, "{} differs between ranks", param.name);
+                    assert!(
+                        whole.is_nan() || whole == value,
+                        "{} differs between ranks",
+                        param.name
+                    );
                     *whole = *value;
                 }
                 part = rest;
@@ -69,9 +79,17 @@ fn whole_gradients<'a>(
 fn assert_same(got: &Outcome, want: &Outcome, what: &str) {
     assert_close(&got.0, &want.0, 2e-6, &format!("{what}: output"));
     assert_close(&got.1, &want.1, 2e-6, &format!("{what}: input gradient"));
-    assert_eq!(got.2.keys().collect::<Vec<_>>(), want.2.keys().collect::<Vec<_>>());
+    assert_eq!(
+        got.2.keys().collect::<Vec<_>>(),
+        want.2.keys().collect::<Vec<_>>()
+    );
     for (name, want) in &want.2 {
-        assert_close(&got.2[name], want, 2e-6, &format!("{what}: gradient of {name}"));
+        assert_close(
+            &got.2[name],
+            want,
+            2e-6,
+            &format!("{what}: gradient of {name}"),
+        );
     }
 }
 
@@ -81,7 +99,11 @@ fn linear_layers_equal_a_dense_product() {
     let dense = |input: usize, output: usize| {
         run(
             1,
-            move |b| ColumnParallelLinearConfig::new(input, output).with_init_std(0.3).init(b),
+            move |b| {
+                ColumnParallelLinearConfig::new(input, output)
+                    .with_init_std(0.3)
+                    .init(b)
+            },
             |layer, x| {
                 let weight = layer.weight.val();
                 let [s, b, i] = x.dims();
@@ -143,12 +165,27 @@ fn transformer() -> TransformerConfig {
 fn attention_mlp_and_layer_do_not_depend_on_tp() {
     let config = transformer();
     let spec = LayerSpec::gpt();
-    let attention =
-        |tp| run(tp, |b| SelfAttentionConfig::from(&config).init(b), |layer, x| layer.forward(x));
-    let mlp = |tp| run(tp, |b| MlpConfig::from(&config).init(b), |layer, x| layer.forward(x));
+    let attention = |tp| {
+        run(
+            tp,
+            |b| SelfAttentionConfig::from(&config).init(b),
+            |layer, x| layer.forward(x),
+        )
+    };
+    let mlp = |tp| {
+        run(
+            tp,
+            |b| MlpConfig::from(&config).init(b),
+            |layer, x| layer.forward(x),
+        )
+    };
     let layer = |tp| run(tp, |b| spec.layer(&config, b), |layer, x| layer.forward(x));
     for tp in [2, 4] {
-        assert_same(&attention(tp), &attention(1), &format!("attention, tp={tp}"));
+        assert_same(
+            &attention(tp),
+            &attention(1),
+            &format!("attention, tp={tp}"),
+        );
         assert_same(&mlp(tp), &mlp(1), &format!("mlp, tp={tp}"));
         assert_same(&layer(tp), &layer(1), &format!("layer, tp={tp}"));
     }
@@ -156,7 +193,11 @@ fn attention_mlp_and_layer_do_not_depend_on_tp() {
 
 #[test]
 fn layer_norm_equals_burns() {
-    let ours = run(1, |b| LayerNormConfig::new(16).init(b), |norm, x| norm.forward(x));
+    let ours = run(
+        1,
+        |b| LayerNormConfig::new(16).init(b),
+        |norm, x| norm.forward(x),
+    );
     let flex = Device::flex();
     let x = arbitrary([6, 2, 16], 1, &flex).autodiff().require_grad();
     let dense = DenseLayerNormConfig::new(16).init(&flex.clone().autodiff());
@@ -164,7 +205,12 @@ fn layer_norm_equals_burns() {
     let weighted = y.clone() * arbitrary([6, 2, 16], 2, &flex).autodiff();
     let gradients = weighted.sum().backward();
     assert_close(&ours.0, &host(y.inner()), 2e-6, "output");
-    assert_close(&ours.1, &host(x.grad(&gradients).expect("a gradient")), 2e-6, "input gradient");
+    assert_close(
+        &ours.1,
+        &host(x.grad(&gradients).expect("a gradient")),
+        2e-6,
+        "input gradient",
+    );
     let weight = dense.gamma.val().grad(&gradients).expect("a gradient");
     assert_close(&ours.2["weight"], &host(weight), 2e-6, "weight gradient");
 }
@@ -189,7 +235,11 @@ fn embeddings_look_up_every_token_once() {
         },
     );
     for tp in [1, 2, 4] {
-        assert_same(&run(tp, |b| config.init(b), forward), &want, &format!("tp={tp}"));
+        assert_same(
+            &run(tp, |b| config.init(b), forward),
+            &want,
+            &format!("tp={tp}"),
+        );
     }
 }
 
@@ -198,7 +248,9 @@ fn gelu_follows_its_own_derivative() {
     let flex = Device::flex();
     for how in [GeluApproximation::Tanh, GeluApproximation::Erf] {
         let points: Vec<f32> = (-60..=60).map(|i| i as f32 / 10.0).collect();
-        let x = Tensor::<1>::from_data(points.as_slice(), &flex).autodiff().require_grad();
+        let x = Tensor::<1>::from_data(points.as_slice(), &flex)
+            .autodiff()
+            .require_grad();
         let gradients = gelu(x.clone(), how).sum().backward();
         let got = host(x.grad(&gradients).expect("a gradient"));
         // Central differences of the formula in f64.
@@ -225,6 +277,8 @@ fn normal_cdf(x: f64) -> f64 {
         i if i == n => 1.0,
         i => f64::from(2 + 2 * (i % 2)),
     };
-    let sum: f64 = (0..=n).map(|i| weight(i) * density(f64::from(i) * step)).sum();
+    let sum: f64 = (0..=n)
+        .map(|i| weight(i) * density(f64::from(i) * step))
+        .sum();
     0.5 + sum * step / 3.0
 }

@@ -14,7 +14,9 @@ fn own(all: &[Tensor<3>], r: usize) -> Tensor<3> {
 }
 
 fn sum(all: &[Tensor<3>], _: usize) -> Tensor<3> {
-    all[1..].iter().fold(all[0].clone(), |sum, x| sum + x.clone())
+    all[1..]
+        .iter()
+        .fold(all[0].clone(), |sum, x| sum + x.clone())
 }
 
 fn part(x: Tensor<3>, dim: usize, r: usize, of: usize) -> Tensor<3> {
@@ -38,11 +40,36 @@ fn side_by_side<const DIM: usize>(all: &[Tensor<3>], _: usize) -> Tensor<3> {
 fn forwards_and_backwards_are_conjugate_and_as_defined() {
     let table: [(&str, Mapping, Definition, Definition); 8] = [
         ("copy to tp", copy_to_tensor_parallel_region, own, sum),
-        ("reduce from tp", reduce_from_tensor_parallel_region, sum, own),
-        ("scatter to tp", scatter_to_tensor_parallel_region, own_part::<2>, side_by_side::<2>),
-        ("gather from tp", gather_from_tensor_parallel_region, side_by_side::<2>, own_part::<2>),
-        ("scatter to sp", scatter_to_sequence_parallel_region, own_part::<0>, side_by_side::<0>),
-        ("gather from sp", gather_from_sequence_parallel_region, side_by_side::<0>, part_of_sum),
+        (
+            "reduce from tp",
+            reduce_from_tensor_parallel_region,
+            sum,
+            own,
+        ),
+        (
+            "scatter to tp",
+            scatter_to_tensor_parallel_region,
+            own_part::<2>,
+            side_by_side::<2>,
+        ),
+        (
+            "gather from tp",
+            gather_from_tensor_parallel_region,
+            side_by_side::<2>,
+            own_part::<2>,
+        ),
+        (
+            "scatter to sp",
+            scatter_to_sequence_parallel_region,
+            own_part::<0>,
+            side_by_side::<0>,
+        ),
+        (
+            "gather from sp",
+            gather_from_sequence_parallel_region,
+            side_by_side::<0>,
+            part_of_sum,
+        ),
         (
             "gather replicated from sp",
             gather_replicated_from_sequence_parallel_region,

@@ -17,7 +17,9 @@ use std::path::{Path, PathBuf};
 
 /// A file of `tests/fixtures`.
 pub fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("fixtures")
+        .join(name)
 }
 
 /// Every tensor of a safetensors fixture as f32, with its shape.
@@ -103,7 +105,9 @@ impl Run {
             seed: 1234,
             calculate_per_token_loss: self.per_token_loss,
         };
-        config.resolve().expect("the fixtures' configuration is legal")
+        config
+            .resolve()
+            .expect("the fixtures' configuration is legal")
     }
 
     /// Runs the eight steps from the fixture's weights on every rank; `f` sees each rank's trainer
@@ -123,7 +127,10 @@ impl Run {
             Ok((steps, f(rank, &trainer)?))
         })?;
         let (mut steps, ends): (Vec<_>, Vec<_>) = results.into_iter().unzip();
-        assert!(steps.iter().all(|s| *s == steps[0]), "every rank reports the same steps");
+        assert!(
+            steps.iter().all(|s| *s == steps[0]),
+            "every rank reports the same steps"
+        );
         Ok((steps.swap_remove(0), ends))
     }
 
@@ -142,7 +149,10 @@ impl Run {
         (0..8 / (b * self.dp))
             .map(|i| (i * self.dp + dp_rank) * b)
             .map(|first| MicroBatch {
-                tokens: rows("tokens", 33, first).into_iter().map(|t| t as i64).collect(),
+                tokens: rows("tokens", 33, first)
+                    .into_iter()
+                    .map(|t| t as i64)
+                    .collect(),
                 loss_mask: self.masked.then(|| rows("loss_mask", 32, first)),
             })
             .collect()
@@ -173,6 +183,9 @@ pub fn assert_close(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
     let scale = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
         let difference = (got - want).abs() / scale;
-        assert!(difference <= tolerance, "{what}[{i}]: {got} is not {want} ({difference:e})");
+        assert!(
+            difference <= tolerance,
+            "{what}[{i}]: {got} is not {want} ({difference:e})"
+        );
     }
 }

@@ -78,7 +78,11 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     }
 
     let ((q, qn), (k, kn), (v, vn)) = (q.into_parts(), k.into_parts(), v.into_parts());
-    match AttentionBackward.prepare::<C>([qn, kn, vn]).compute_bound().stateful() {
+    match AttentionBackward
+        .prepare::<C>([qn, kn, vn])
+        .compute_bound()
+        .stateful()
+    {
         OpsKind::Tracked(prep) => {
             let (out, p) = forward::<B>(q.clone(), k.clone(), v.clone(), scale);
             prep.finish(([q, k, v], p, scale), out)

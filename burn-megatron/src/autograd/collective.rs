@@ -16,11 +16,17 @@ pub enum Collective {
     /// The sum over the ranks, on every rank.
     AllReduce,
     /// The ranks' tensors side by side along `dim`.
-    AllGather { dim: usize },
+    AllGather {
+        dim: usize,
+    },
     /// This rank's part along `dim` of the sum over the ranks.
-    ReduceScatter { dim: usize },
+    ReduceScatter {
+        dim: usize,
+    },
     /// This rank's part along `dim` of a tensor that every rank holds whole.
-    Split { dim: usize },
+    Split {
+        dim: usize,
+    },
 }
 
 /// What runs on the values in the forward, and on the gradient in the backward.
@@ -33,7 +39,11 @@ pub struct CollectivePair {
 
 /// Runs one collective. A failure unwinds as [`raise`] says: neither a layer's forward nor a
 /// backward step can return it.
-pub(super) fn run<B: Backend>(x: FloatTensor<B>, what: Collective, comm: &CommRef) -> FloatTensor<B> {
+pub(super) fn run<B: Backend>(
+    x: FloatTensor<B>,
+    what: Collective,
+    comm: &CommRef,
+) -> FloatTensor<B> {
     if comm.size() == 1 {
         return x;
     }
@@ -49,7 +59,8 @@ pub(super) fn run<B: Backend>(x: FloatTensor<B>, what: Collective, comm: &CommRe
 fn all_reduce<B: Backend>(x: FloatTensor<B>, comm: &CommRef) -> FloatTensor<B> {
     let device = x.device();
     let mut data = to_host::<B>(x);
-    comm.all_reduce(f32s_mut(&mut data), ReduceOp::Sum).unwrap_or_else(|e| raise(e));
+    comm.all_reduce(f32s_mut(&mut data), ReduceOp::Sum)
+        .unwrap_or_else(|e| raise(e));
     B::float_from_data(data, &device)
 }
 
@@ -58,11 +69,19 @@ fn all_gather<B: Backend>(x: FloatTensor<B>, dim: usize, comm: &CommRef) -> Floa
     let data = to_host::<B>(x);
     let send = f32s(&data);
     let mut recv = vec![0f32; send.len() * comm.size()];
-    comm.all_gather(bytemuck::cast_slice(send), bytemuck::cast_slice_mut(&mut recv))
-        .unwrap_or_else(|e| raise(e));
+    comm.all_gather(
+        bytemuck::cast_slice(send),
+        bytemuck::cast_slice_mut(&mut recv),
+    )
+    .unwrap_or_else(|e| raise(e));
     let parts = recv
         .chunks(send.len())
-        .map(|part| B::float_from_data(TensorData::new(part.to_vec(), data.shape().clone()), &device))
+        .map(|part| {
+            B::float_from_data(
+                TensorData::new(part.to_vec(), data.shape().clone()),
+                &device,
+            )
+        })
         .collect();
     B::float_cat(parts, dim)
 }
@@ -74,17 +93,28 @@ fn reduce_scatter<B: Backend>(x: FloatTensor<B>, dim: usize, comm: &CommRef) -> 
         .collect();
     let send: Vec<f32> = parts.iter().flat_map(|part| f32s(part)).copied().collect();
     let mut recv = vec![0f32; send.len() / comm.size()];
-    comm.reduce_scatter(&send, &mut recv).unwrap_or_else(|e| raise(e));
+    comm.reduce_scatter(&send, &mut recv)
+        .unwrap_or_else(|e| raise(e));
     B::float_from_data(TensorData::new(recv, parts[0].shape().clone()), &device)
 }
 
 /// Part `rank` of `size` equal parts of `x` along `dim`.
 fn part<B: Backend>(x: FloatTensor<B>, dim: usize, rank: usize, size: usize) -> FloatTensor<B> {
     let shape = x.shape();
-    assert_eq!(shape[dim] % size, 0, "dimension {dim} of {shape:?} in {size} equal parts");
+    assert_eq!(
+        shape[dim] % size,
+        0,
+        "dimension {dim} of {shape:?} in {size} equal parts"
+    );
     let len = shape[dim] / size;
     let slices: Vec<Slice> = (0..shape.num_dims())
-        .map(|d| if d == dim { rank * len..(rank + 1) * len } else { 0..shape[d] })
+        .map(|d| {
+            if d == dim {
+                rank * len..(rank + 1) * len
+            } else {
+                0..shape[d]
+            }
+        })
         .map(Slice::from)
         .collect();
     B::float_slice(x, &slices)
@@ -108,7 +138,12 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     impl<B: ParallelOps> Backward<B, 1> for Conjugate {
         type State = CollectivePair;
 
-        fn backward(self, ops: Ops<CollectivePair, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        fn backward(
+            self,
+            ops: Ops<CollectivePair, 1>,
+            grads: &mut Gradients,
+            _: &mut Checkpointer,
+        ) {
             let pair = ops.state;
             unary::<B, _>(ops.parents, ops.node, grads, |grad| {
                 run::<B>(grad, pair.backward, &pair.comm)

@@ -66,7 +66,10 @@ pub(super) fn forward<B: Backend>(
         None => logits,
     };
     let mut max = host_column::<B>(B::float_max_dim(logits.clone(), 1));
-    shard.tp.all_reduce(&mut max, ReduceOp::Max).unwrap_or_else(|e| raise(e));
+    shard
+        .tp
+        .all_reduce(&mut max, ReduceOp::Max)
+        .unwrap_or_else(|e| raise(e));
     let shifted = B::float_sub(logits, column(max));
 
     let (local, owned) = local_targets::<B>(target, shard);
@@ -83,7 +86,10 @@ pub(super) fn forward<B: Backend>(
     if shard.label_smoothing > 0.0 {
         message.extend(sum_of_entries::<B>(shifted, shard));
     }
-    shard.tp.all_reduce(&mut message, ReduceOp::Sum).unwrap_or_else(|e| raise(e));
+    shard
+        .tp
+        .all_reduce(&mut message, ReduceOp::Sum)
+        .unwrap_or_else(|e| raise(e));
 
     let (smoothing, entries) = (smoothing(shard), shard.vocab_size as f32);
     let loss = (0..n).map(|i| {
@@ -97,7 +103,10 @@ pub(super) fn forward<B: Backend>(
     let loss = B::float_from_data(TensorData::new(loss.collect(), [n]), &device);
     message.truncate(n);
     let softmax = B::float_div(exp, column(message));
-    let at_target = owned.iter().map(|owned| -(1.0 - smoothing) * owned).collect();
+    let at_target = owned
+        .iter()
+        .map(|owned| -(1.0 - smoothing) * owned)
+        .collect();
     (loss, (softmax, index, column(at_target)))
 }
 
@@ -113,7 +122,13 @@ fn padding_bias<B: Backend>(shard: &VocabShard, device: &B::Device) -> Option<Fl
         return None;
     }
     let bias: Vec<f32> = (shard.rows.clone())
-        .map(|row| if row < shard.vocab_size { 0.0 } else { f32::NEG_INFINITY })
+        .map(|row| {
+            if row < shard.vocab_size {
+                0.0
+            } else {
+                f32::NEG_INFINITY
+            }
+        })
         .collect();
     let shape = [1, bias.len()];
     Some(B::float_from_data(TensorData::new(bias, shape), device))
@@ -122,11 +137,17 @@ fn padding_bias<B: Backend>(shard: &VocabShard, device: &B::Device) -> Option<Fl
 /// Each target's column on this rank (0 where another rank owns it), and 1.0 where it is owned.
 fn local_targets<B: Backend>(target: IntTensor<B>, shard: &VocabShard) -> (Vec<i64>, Vec<f32>) {
     let read = burn::backend::try_read_sync(B::int_into_data(target));
-    let data = read.expect("the device supports synchronous reads").expect("the device returns its data");
+    let data = read
+        .expect("the device supports synchronous reads")
+        .expect("the device returns its data");
     data.iter::<i64>()
         .map(|id| {
             let owned = id >= shard.rows.start as i64 && id < shard.rows.end as i64;
-            if owned { (id - shard.rows.start as i64, 1.0) } else { (0, 0.0) }
+            if owned {
+                (id - shard.rows.start as i64, 1.0)
+            } else {
+                (0, 0.0)
+            }
         })
         .unzip()
 }
@@ -134,7 +155,10 @@ fn local_targets<B: Backend>(target: IntTensor<B>, shard: &VocabShard) -> (Vec<i
 /// The sum of each row `[n, v]` over the columns that are entries of the vocabulary.
 fn sum_of_entries<B: Backend>(shifted: FloatTensor<B>, shard: &VocabShard) -> Vec<f32> {
     let n = shifted.shape()[0];
-    let entries = shard.vocab_size.saturating_sub(shard.rows.start).min(shard.rows.len());
+    let entries = shard
+        .vocab_size
+        .saturating_sub(shard.rows.start)
+        .min(shard.rows.len());
     if entries == 0 {
         return vec![0.0; n];
     }
@@ -173,7 +197,11 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     }
 
     let (logits, node) = logits.into_parts();
-    match CrossEntropyBackward.prepare::<C>([node]).compute_bound().stateful() {
+    match CrossEntropyBackward
+        .prepare::<C>([node])
+        .compute_bound()
+        .stateful()
+    {
         OpsKind::Tracked(prep) => {
             let (loss, saved) = forward::<B>(logits, target, &shard);
             prep.finish((saved, shard), loss)

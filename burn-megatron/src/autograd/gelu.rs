@@ -50,7 +50,10 @@ pub(super) fn forward<B: Backend>(
 ) -> (FloatTensor<B>, FloatTensor<B>) {
     let s = saturation::<B>(x.clone(), how);
     let weight = B::float_add_scalar(s.clone(), 1f64.into());
-    (B::float_mul(B::float_mul_scalar(x, 0.5f64.into()), weight), s)
+    (
+        B::float_mul(B::float_mul_scalar(x, 0.5f64.into()), weight),
+        s,
+    )
 }
 
 /// d gelu / dx at `x`: `(1 + s)/2 + x/2 · ds/dx`, with `s` the saturation.

@@ -20,7 +20,11 @@ pub fn layer_norm<const D: usize>(
     bias: Tensor<1>,
     epsilon: f64,
 ) -> Tensor<D> {
-    let (x, weight, bias) = (x.into_dispatch(), weight.into_dispatch(), bias.into_dispatch());
+    let (x, weight, bias) = (
+        x.into_dispatch(),
+        weight.into_dispatch(),
+        bias.into_dispatch(),
+    );
     Tensor::from_dispatch(Dispatch::layer_norm_with(x, weight, bias, epsilon))
 }
 
@@ -73,7 +77,10 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
                 grads.register::<B>(node.id, column_sums(dy.clone()));
             }
             if let Some(node) = to_weight {
-                grads.register::<B>(node.id, column_sums(B::float_mul(dy.clone(), normal.clone())));
+                grads.register::<B>(
+                    node.id,
+                    column_sums(B::float_mul(dy.clone(), normal.clone())),
+                );
             }
             if let Some(node) = to_x {
                 let g = B::float_mul(dy, B::float_reshape(weight, Shape::new([1, h])));
@@ -85,8 +92,13 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
         }
     }
 
-    let ((x, xn), (weight, wn), (bias, bn)) = (x.into_parts(), weight.into_parts(), bias.into_parts());
-    match LayerNormBackward.prepare::<C>([xn, wn, bn]).compute_bound().stateful() {
+    let ((x, xn), (weight, wn), (bias, bn)) =
+        (x.into_parts(), weight.into_parts(), bias.into_parts());
+    match LayerNormBackward
+        .prepare::<C>([xn, wn, bn])
+        .compute_bound()
+        .stateful()
+    {
         OpsKind::Tracked(prep) => {
             let (out, normal, scale) = forward::<B>(x, weight.clone(), bias, epsilon);
             prep.finish((normal, scale, weight), out)

@@ -14,7 +14,10 @@ use burn::tensor::{Shape, Tensor};
 
 /// `x [.., in] · weightᵀ -> [.., out]` for a `weight [out, in]`.
 pub fn linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>) -> Tensor<D> {
-    Tensor::from_dispatch(Dispatch::linear_transposed(x.into_dispatch(), weight.into_dispatch()))
+    Tensor::from_dispatch(Dispatch::linear_transposed(
+        x.into_dispatch(),
+        weight.into_dispatch(),
+    ))
 }
 
 /// Returns the product and `x` as the matrix `[rows, in]`.
@@ -69,7 +72,11 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     }
 
     let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
-    match LinearBackward.prepare::<C>([x_node, weight_node]).compute_bound().stateful() {
+    match LinearBackward
+        .prepare::<C>([x_node, weight_node])
+        .compute_bound()
+        .stateful()
+    {
         OpsKind::Tracked(prep) => {
             let shape = x.shape();
             let (y, x) = forward::<B>(x, weight.clone());

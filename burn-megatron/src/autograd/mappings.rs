@@ -43,14 +43,24 @@ pub fn reduce_from_tensor_parallel_region<const D: usize>(x: Tensor<D>, tp: &Com
 /// dimension; backward: all-gather.
 pub fn scatter_to_tensor_parallel_region<const D: usize>(x: Tensor<D>, tp: &CommRef) -> Tensor<D> {
     let dim = D - 1;
-    map(x, Collective::Split { dim }, Collective::AllGather { dim }, tp)
+    map(
+        x,
+        Collective::Split { dim },
+        Collective::AllGather { dim },
+        tp,
+    )
 }
 
 /// The ranks' parts `[.., n/t]` become one replicated tensor `[.., n]`. Forward: all-gather of the
 /// last dimension; backward: split.
 pub fn gather_from_tensor_parallel_region<const D: usize>(x: Tensor<D>, tp: &CommRef) -> Tensor<D> {
     let dim = D - 1;
-    map(x, Collective::AllGather { dim }, Collective::Split { dim }, tp)
+    map(
+        x,
+        Collective::AllGather { dim },
+        Collective::Split { dim },
+        tp,
+    )
 }
 
 /// A replicated tensor `[s, ..]` becomes this rank's positions `[s/t, ..]`. Forward: split of the
@@ -59,7 +69,12 @@ pub fn scatter_to_sequence_parallel_region<const D: usize>(
     x: Tensor<D>,
     tp: &CommRef,
 ) -> Tensor<D> {
-    map(x, Collective::Split { dim: 0 }, Collective::AllGather { dim: 0 }, tp)
+    map(
+        x,
+        Collective::Split { dim: 0 },
+        Collective::AllGather { dim: 0 },
+        tp,
+    )
 }
 
 /// The ranks' positions `[s/t, ..]` enter a tensor-parallel region as `[s, ..]`. Forward: all-gather
@@ -69,7 +84,12 @@ pub fn gather_from_sequence_parallel_region<const D: usize>(
     x: Tensor<D>,
     tp: &CommRef,
 ) -> Tensor<D> {
-    map(x, Collective::AllGather { dim: 0 }, Collective::ReduceScatter { dim: 0 }, tp)
+    map(
+        x,
+        Collective::AllGather { dim: 0 },
+        Collective::ReduceScatter { dim: 0 },
+        tp,
+    )
 }
 
 /// The ranks' positions `[s/t, ..]` become one replicated tensor `[s, ..]` for a consumer that is
@@ -79,7 +99,12 @@ pub fn gather_replicated_from_sequence_parallel_region<const D: usize>(
     x: Tensor<D>,
     tp: &CommRef,
 ) -> Tensor<D> {
-    map(x, Collective::AllGather { dim: 0 }, Collective::Split { dim: 0 }, tp)
+    map(
+        x,
+        Collective::AllGather { dim: 0 },
+        Collective::Split { dim: 0 },
+        tp,
+    )
 }
 
 /// The ranks' partial sums `[s, ..]` leave a tensor-parallel region as this rank's positions
@@ -89,5 +114,10 @@ pub fn reduce_scatter_to_sequence_parallel_region<const D: usize>(
     x: Tensor<D>,
     tp: &CommRef,
 ) -> Tensor<D> {
-    map(x, Collective::ReduceScatter { dim: 0 }, Collective::AllGather { dim: 0 }, tp)
+    map(
+        x,
+        Collective::ReduceScatter { dim: 0 },
+        Collective::AllGather { dim: 0 },
+        tp,
+    )
 }

@@ -120,5 +120,6 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
 /// Reads a float tensor back to the host, as contiguous data.
 pub(crate) fn to_host<B: Backend>(x: FloatTensor<B>) -> burn::tensor::TensorData {
     let read = burn::backend::try_read_sync(B::float_into_data(x));
-    read.expect("the device supports synchronous reads").expect("the device returns its data")
+    read.expect("the device supports synchronous reads")
+        .expect("the device returns its data")
 }

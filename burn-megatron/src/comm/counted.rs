@@ -2,8 +2,8 @@
 
 use super::{CommRef, Communicator, ReduceOp};
 use crate::error::Result;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 /// The collectives that are told apart in the accounts.
@@ -99,7 +99,8 @@ impl Counted {
         let cell = &self.accounts.0[of as usize];
         cell.calls.fetch_add(1, Relaxed);
         cell.bytes.fetch_add(bytes as u64, Relaxed);
-        cell.nanos.fetch_add(start.elapsed().as_nanos() as u64, Relaxed);
+        cell.nanos
+            .fetch_add(start.elapsed().as_nanos() as u64, Relaxed);
         Ok(())
     }
 }
@@ -120,11 +121,15 @@ impl Communicator for Counted {
     }
 
     fn all_reduce(&self, buf: &mut [f32], op: ReduceOp) -> Result<()> {
-        self.count(Collective::AllReduce, size_of_val(buf), || self.inner.all_reduce(buf, op))
+        self.count(Collective::AllReduce, size_of_val(buf), || {
+            self.inner.all_reduce(buf, op)
+        })
     }
 
     fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
-        self.count(Collective::AllGather, recv.len(), || self.inner.all_gather(send, recv))
+        self.count(Collective::AllGather, recv.len(), || {
+            self.inner.all_gather(send, recv)
+        })
     }
 
     fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
@@ -134,7 +139,9 @@ impl Communicator for Counted {
     }
 
     fn broadcast(&self, buf: &mut [u8], root: usize) -> Result<()> {
-        self.count(Collective::Broadcast, buf.len(), || self.inner.broadcast(buf, root))
+        self.count(Collective::Broadcast, buf.len(), || {
+            self.inner.broadcast(buf, root)
+        })
     }
 
     fn barrier(&self) -> Result<()> {

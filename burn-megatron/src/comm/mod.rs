@@ -95,7 +95,10 @@ pub fn all_reduce_f64(comm: &dyn Communicator, value: f64) -> Result<f64> {
 /// Every rank's value, in rank order.
 pub fn all_gather_values<T: bytemuck::Pod>(comm: &dyn Communicator, value: T) -> Result<Vec<T>> {
     let mut all = vec![value; comm.size()];
-    comm.all_gather(bytemuck::bytes_of(&value), bytemuck::cast_slice_mut(&mut all))?;
+    comm.all_gather(
+        bytemuck::bytes_of(&value),
+        bytemuck::cast_slice_mut(&mut all),
+    )?;
     Ok(all)
 }
 

@@ -175,7 +175,11 @@ impl Drop for Finish<'_> {
         // thread must not leave before: they may still be using its buffers.
         let round = state.round;
         while state.round == round {
-            state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self
+                .0
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -198,7 +202,10 @@ impl ThreadCommunicator {
         let mut state = lock(&group.state);
         // A fast rank may be here before slower ones have left the round before.
         while state.working {
-            state = group.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = group
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
         let round = state.round;
         self.check(&state, call.op)?;
@@ -255,7 +262,10 @@ impl ThreadCommunicator {
     }
 
     fn error(&self, op: Op, reason: String) -> crate::Error {
-        let reason = format!("in group {} {:?}: {reason}", self.group.name, self.group.members);
+        let reason = format!(
+            "in group {} {:?}: {reason}",
+            self.group.name, self.group.members
+        );
         ErrorKind::Comm {
             rank: self.group.members[self.rank],
             op: op.name(),
@@ -327,7 +337,11 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
-        assert_eq!(recv.len(), send.len() * self.size(), "all_gather: recv is size * send");
+        assert_eq!(
+            recv.len(),
+            send.len() * self.size(),
+            "all_gather: recv is size * send"
+        );
         let len = send.len();
         let call = Call {
             op: Op::AllGather,
@@ -344,7 +358,11 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
-        assert_eq!(send.len(), recv.len() * self.size(), "reduce_scatter: send is size * recv");
+        assert_eq!(
+            send.len(),
+            recv.len() * self.size(),
+            "reduce_scatter: send is size * recv"
+        );
         let call = Call {
             op: Op::ReduceScatter,
             buffer: send.as_ptr().cast_mut().cast(),
@@ -367,7 +385,11 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn broadcast(&self, buf: &mut [u8], root: usize) -> Result<()> {
-        assert!(root < self.size(), "broadcast: root {root} of {} ranks", self.size());
+        assert!(
+            root < self.size(),
+            "broadcast: root {root} of {} ranks",
+            self.size()
+        );
         let len = buf.len();
         let call = Call {
             op: Op::Broadcast { root },
@@ -419,7 +441,10 @@ mod tests {
         let comms = ThreadWorld::new(timeout).group("test", &members);
         thread::scope(|scope| {
             let handles: Vec<_> = comms.iter().map(|c| scope.spawn(|| f(c))).collect();
-            handles.into_iter().map(|h| h.join().expect("rank")).collect()
+            handles
+                .into_iter()
+                .map(|h| h.join().expect("rank"))
+                .collect()
         })
     }
 
@@ -475,8 +500,15 @@ mod tests {
             _ => comm.barrier(),
         });
         for rank in [0, 2] {
-            let error = results[rank].as_ref().expect_err("rank 1 never came").to_string();
-            let told = [format!("rank {rank}"), "barrier".into(), "rank 1 within".into()];
+            let error = results[rank]
+                .as_ref()
+                .expect_err("rank 1 never came")
+                .to_string();
+            let told = [
+                format!("rank {rank}"),
+                "barrier".into(),
+                "rank 1 within".into(),
+            ];
             assert!(told.iter().all(|t| error.contains(t)), "{error}");
         }
     }
@@ -488,10 +520,16 @@ mod tests {
         let error = thread::scope(|scope| {
             let waiting = scope.spawn(|| comms[0].barrier());
             world.fail(6, "out of memory");
-            waiting.join().expect("no panic").expect_err("rank 6 failed")
+            waiting
+                .join()
+                .expect("no panic")
+                .expect_err("rank 6 failed")
         });
         let error = error.to_string();
-        assert!(error.contains("rank 4") && error.contains("rank 6 failed: out of memory"), "{error}");
+        assert!(
+            error.contains("rank 4") && error.contains("rank 6 failed: out of memory"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -502,7 +540,10 @@ mod tests {
         });
         for result in results {
             let error = result.expect_err("lengths differ").to_string();
-            assert!(error.contains("rank 0 calls") && error.contains("of 4"), "{error}");
+            assert!(
+                error.contains("rank 0 calls") && error.contains("of 4"),
+                "{error}"
+            );
         }
     }
 }

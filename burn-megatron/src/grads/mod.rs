@@ -13,18 +13,30 @@ pub const DEFAULT_BUCKET_ELEMENTS: usize = 40_000_000;
 const NORM_EPSILON: f64 = 1e-6;
 
 /// Sums flat gradients over the data-parallel group, bucket by bucket.
-pub fn all_reduce_buckets(gradients: &mut [f32], dp: &dyn Communicator, bucket: usize) -> Result<()> {
+pub fn all_reduce_buckets(
+    gradients: &mut [f32],
+    dp: &dyn Communicator,
+    bucket: usize,
+) -> Result<()> {
     if dp.size() == 1 {
         return Ok(());
     }
-    gradients.chunks_mut(bucket.max(1)).try_for_each(|bucket| dp.all_reduce(bucket, ReduceOp::Sum))
+    gradients
+        .chunks_mut(bucket.max(1))
+        .try_for_each(|bucket| dp.all_reduce(bucket, ReduceOp::Sum))
 }
 
 /// The 2-norm of the whole model's gradient, each parameter counted once: every rank's part of a
 /// split one, and rank 0's copy of a replicated one. The same on every rank of the group.
-pub fn global_norm(gradients: &[f32], params: &[ParamRecord], tp: &dyn Communicator) -> Result<f64> {
+pub fn global_norm(
+    gradients: &[f32],
+    params: &[ParamRecord],
+    tp: &dyn Communicator,
+) -> Result<f64> {
     let mine = params.iter().filter(|param| param.counts_at(tp.rank()));
-    let squares = mine.map(|param| sum_of_squares(&gradients[param.range.clone()])).sum();
+    let squares = mine
+        .map(|param| sum_of_squares(&gradients[param.range.clone()]))
+        .sum();
     Ok(all_reduce_f64(tp, squares)?.sqrt())
 }
 

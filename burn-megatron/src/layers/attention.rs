@@ -75,7 +75,9 @@ impl SelfAttention {
         let scale = 1.0 / (d as f64).sqrt();
         let context = causal_attention(part(0), part(1), part(2), scale);
         // [b·a/t, s, d] -> [s, b, a/t · d]
-        let context = context.swap_dims(0, 1).reshape([s, b, self.local_heads * d]);
+        let context = context
+            .swap_dims(0, 1)
+            .reshape([s, b, self.local_heads * d]);
         self.linear_proj.forward(context).0
     }
 }

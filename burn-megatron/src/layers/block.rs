@@ -100,7 +100,9 @@ pub struct TransformerLayer<N: Module, A: Module, M: Module> {
 impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerLayer<N, A, M> {
     /// `[s, b, h] -> [s, b, h]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let attended = self.self_attention.forward(self.input_layernorm.forward(x.clone()));
+        let attended = self
+            .self_attention
+            .forward(self.input_layernorm.forward(x.clone()));
         let x = x + attended;
         let fed = self.mlp.forward(self.pre_mlp_layernorm.forward(x.clone()));
         x + fed

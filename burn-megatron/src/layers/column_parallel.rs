@@ -1,9 +1,7 @@
 //! A linear layer split by output features.
 
 use super::{DEFAULT_INIT_STD, add_bias};
-use crate::autograd::{
-    copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, linear,
-};
+use crate::autograd::{copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, linear};
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
 use burn::module::{Module, Param};

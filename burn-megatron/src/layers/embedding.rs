@@ -91,7 +91,10 @@ impl VocabParallelEmbedding {
         }
         let (start, len) = (self.rows.start as i64, self.rows.len() as i64);
         let local = tokens - start;
-        let elsewhere = local.clone().lower_elem(0).bool_or(local.clone().greater_equal_elem(len));
+        let elsewhere = local
+            .clone()
+            .lower_elem(0)
+            .bool_or(local.clone().greater_equal_elem(len));
         let rows = self.weight.val().select(0, local.clamp(0, len - 1));
         let owned = elsewhere.bool_not().float().unsqueeze_dim(1);
         // Without autodiff as it is, the mask is a constant of the product.

@@ -15,7 +15,8 @@ pub use attention::{SelfAttention, SelfAttentionConfig};
 pub use block::{LayerSpec, Sublayer, TransformerBlock, TransformerConfig, TransformerLayer};
 pub use column_parallel::{ColumnParallelLinear, ColumnParallelLinearConfig};
 pub use embedding::{
-    PositionEmbedding, PositionEmbeddingConfig, VocabParallelEmbedding, VocabParallelEmbeddingConfig,
+    PositionEmbedding, PositionEmbeddingConfig, VocabParallelEmbedding,
+    VocabParallelEmbeddingConfig,
 };
 pub use mlp::{Mlp, MlpConfig};
 pub use norm::{LayerNorm, LayerNormConfig};

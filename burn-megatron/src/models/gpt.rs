@@ -145,7 +145,11 @@ impl GptModelConfig {
         let norm = 2 * h;
         let attention = (3 * h * h + 3 * h) + (h * h + h);
         let mlp = (h * ffn + ffn) + (ffn * h + h);
-        let tables = if self.untie_embeddings_and_output_weights { 2 } else { 1 };
+        let tables = if self.untie_embeddings_and_output_weights {
+            2
+        } else {
+            1
+        };
         tables * self.padded_vocab_size * h
             + self.max_position_embeddings * h
             + num_layers * (2 * norm + attention + mlp)
@@ -164,7 +168,9 @@ impl GptEmbedding {
     /// `tokens [b, s] -> [s, b, h]`
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [b, s] = tokens.dims();
-        let words = self.word_embeddings.forward(tokens.transpose().reshape([s * b]));
+        let words = self
+            .word_embeddings
+            .forward(tokens.transpose().reshape([s * b]));
         let h = words.dims()[1];
         words.reshape([s, b, h]) + self.position_embeddings.forward(s)
     }
@@ -208,7 +214,9 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> GptModel<N, A, M> {
         let h = hidden.dims()[2];
         let logits = self.logits(hidden.slice([s - 1..s, 0..b, 0..h]));
         let logits = gather_from_tensor_parallel_region(logits, &self.tp);
-        logits.slice([0..1, 0..b, 0..self.vocab_size]).reshape([b, self.vocab_size])
+        logits
+            .slice([0..1, 0..b, 0..self.vocab_size])
+            .reshape([b, self.vocab_size])
     }
 }
 

@@ -78,7 +78,9 @@ impl<M: Module> ShardedModel<M> {
     pub fn init(&mut self, seed: u64) -> Result<()> {
         let mut flat = self.values();
         for param in &self.params {
-            param.spec.fill(&param.name, seed, &mut flat[param.range.clone()]);
+            param
+                .spec
+                .fill(&param.name, seed, &mut flat[param.range.clone()]);
         }
         self.set_values(&flat);
         self.check_replicas(&flat)
@@ -97,7 +99,12 @@ impl<M: Module> ShardedModel<M> {
     /// Writes the full, unsharded weights to `path`. Every rank of the tensor-parallel group calls
     /// it; its rank 0 writes.
     pub fn save(&self, path: &Path) -> Result<()> {
-        super::weights::save(path, &self.params, &self.values(), &*self.context.groups.tp.comm)
+        super::weights::save(
+            path,
+            &self.params,
+            &self.values(),
+            &*self.context.groups.tp.comm,
+        )
     }
 
     /// A copy of all parameters in flat order.
@@ -115,7 +122,11 @@ impl<M: Module> ShardedModel<M> {
     where
         M: Clone,
     {
-        assert_eq!(flat.len(), self.num_elements(), "one value per parameter element");
+        assert_eq!(
+            flat.len(),
+            self.num_elements(),
+            "one value per parameter element"
+        );
         let mut assign = Assign(flat);
         self.module = self.module.clone().map(&mut assign);
     }
@@ -123,7 +134,11 @@ impl<M: Module> ShardedModel<M> {
     /// Adds the gradients of one backward pass to `sums`, in flat order. Parameters without a
     /// gradient add nothing.
     pub fn add_gradients(&self, gradients: &Gradients, sums: &mut [f32]) {
-        assert_eq!(sums.len(), self.num_elements(), "one sum per parameter element");
+        assert_eq!(
+            sums.len(),
+            self.num_elements(),
+            "one sum per parameter element"
+        );
         self.module.visit(&mut AddGradients { gradients, sums });
     }
 
@@ -133,7 +148,10 @@ impl<M: Module> ShardedModel<M> {
         for (axis, comm) in [("tp", &groups.tp.comm), ("dp", &groups.dp.comm)] {
             for param in self.params.iter().filter(|p| p.spec.init == Init::AsBuilt) {
                 let hash = fingerprint(&flat[param.range.clone()]);
-                if all_gather_values(&**comm, hash)?.iter().any(|other| *other != hash) {
+                if all_gather_values(&**comm, hash)?
+                    .iter()
+                    .any(|other| *other != hash)
+                {
                     let reason = format!(
                         "parameter {} is replicated but its initial values differ between the {axis} \
                          ranks; build it with the ParallelBuilder, or from fixed values",
@@ -229,6 +247,8 @@ impl ModuleVisitor for AddGradients<'_, '_> {
         };
         let data = gradient.into_data();
         let values = data.as_slice::<f32>().expect("gradients are f32");
-        sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+        sums.iter_mut()
+            .zip(values)
+            .for_each(|(sum, value)| *sum += value);
     }
 }

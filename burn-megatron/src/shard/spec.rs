@@ -25,7 +25,9 @@ pub enum Init {
     Ones,
     /// Normal with mean 0, drawn by the element's index in the full parameter: the same values
     /// whatever the layout.
-    Normal { std: f64 },
+    Normal {
+        std: f64,
+    },
 }
 
 /// What a layer declares of a parameter.
@@ -70,7 +72,11 @@ impl ParamSpec {
     pub fn local_shape(&self) -> Vec<usize> {
         let mut shape = self.full_shape.clone();
         if let Sharding::Split { dim, parts, .. } = self.sharding {
-            assert_eq!(shape[dim] % parts, 0, "dimension {dim} of {shape:?} in {parts} parts");
+            assert_eq!(
+                shape[dim] % parts,
+                0,
+                "dimension {dim} of {shape:?} in {parts} parts"
+            );
             shape[dim] /= parts;
         }
         shape

@@ -5,8 +5,8 @@ use super::ParamRecord;
 use crate::comm::Communicator;
 use crate::error::{Error, ErrorKind, Result};
 use memmap2::Mmap;
-use safetensors::tensor::{Dtype, TensorView};
 use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -60,7 +60,11 @@ impl FullWeights {
                 },
             }
         }
-        problems.extend(unknown.iter().map(|name| format!("{name} is not of this model")));
+        problems.extend(
+            unknown
+                .iter()
+                .map(|name| format!("{name} is not of this model")),
+        );
         if problems.is_empty() {
             return Ok(flat);
         }
@@ -130,7 +134,10 @@ fn gather(param: &ParamRecord, part: &[f32], tp: &dyn Communicator) -> Result<Ve
     let mut values = vec![0f32; param.spec.full_elements()];
     if let super::Sharding::Split { dim, parts, .. } = param.spec.sharding {
         let mut all = vec![0f32; part.len() * parts];
-        tp.all_gather(bytemuck::cast_slice(part), bytemuck::cast_slice_mut(&mut all))?;
+        tp.all_gather(
+            bytemuck::cast_slice(part),
+            bytemuck::cast_slice_mut(&mut all),
+        )?;
         for (index, mut theirs) in all.chunks(part.len()).enumerate() {
             let mut spec = param.spec.clone();
             spec.sharding = super::Sharding::Split { dim, index, parts };

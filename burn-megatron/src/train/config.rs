@@ -96,7 +96,9 @@ impl TrainConfig {
     }
 
     fn max_position_embeddings(&self) -> usize {
-        self.model.max_position_embeddings.unwrap_or(self.batch.seq_length)
+        self.model
+            .max_position_embeddings
+            .unwrap_or(self.batch.seq_length)
     }
 }
 
@@ -117,11 +119,41 @@ fn violations_of<T>(result: Result<T>, violations: &mut Vec<Violation>) -> Resul
 fn optimizer_violations(optimizer: &OptimizerConfig) -> Vec<Violation> {
     let ratio = |value: f64| (0.0..1.0).contains(&value);
     let rules = [
-        ("adam_beta1", optimizer.adam_beta1, ratio(optimizer.adam_beta1), "in [0, 1)", "0.9"),
-        ("adam_beta2", optimizer.adam_beta2, ratio(optimizer.adam_beta2), "in [0, 1)", "0.95"),
-        ("adam_eps", optimizer.adam_eps, optimizer.adam_eps > 0.0, "above 0", "1e-8"),
-        ("weight_decay", optimizer.weight_decay, optimizer.weight_decay >= 0.0, "0 or more", "0"),
-        ("clip_grad", optimizer.clip_grad, optimizer.clip_grad >= 0.0, "0 or more", "1.0"),
+        (
+            "adam_beta1",
+            optimizer.adam_beta1,
+            ratio(optimizer.adam_beta1),
+            "in [0, 1)",
+            "0.9",
+        ),
+        (
+            "adam_beta2",
+            optimizer.adam_beta2,
+            ratio(optimizer.adam_beta2),
+            "in [0, 1)",
+            "0.95",
+        ),
+        (
+            "adam_eps",
+            optimizer.adam_eps,
+            optimizer.adam_eps > 0.0,
+            "above 0",
+            "1e-8",
+        ),
+        (
+            "weight_decay",
+            optimizer.weight_decay,
+            optimizer.weight_decay >= 0.0,
+            "0 or more",
+            "0",
+        ),
+        (
+            "clip_grad",
+            optimizer.clip_grad,
+            optimizer.clip_grad >= 0.0,
+            "0 or more",
+            "1.0",
+        ),
     ];
     (rules.into_iter())
         .filter(|(.., holds, _, _)| !holds)

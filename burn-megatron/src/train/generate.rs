@@ -34,7 +34,11 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
         let module = self.model().module().valid();
         let device = self.context().device.clone().inner();
         let window = module.embedding.position_embeddings.weight.dims()[0];
-        let mut tokens = if prompt.is_empty() { vec![0] } else { prompt.to_vec() };
+        let mut tokens = if prompt.is_empty() {
+            vec![0]
+        } else {
+            prompt.to_vec()
+        };
         let start = tokens.len();
         for _ in 0..max_new_tokens {
             let seen = &tokens[tokens.len().saturating_sub(window)..];
@@ -97,6 +101,9 @@ mod tests {
         };
         let logits = [0.0, 2f32.ln()];
         let ones: i64 = (0..3000).map(|draw| choose(&logits, &sampling, draw)).sum();
-        assert!((1850..2150).contains(&ones), "{ones} of 3000, expected about 2000");
+        assert!(
+            (1850..2150).contains(&ones),
+            "{ones} of 3000, expected about 2000"
+        );
     }
 }

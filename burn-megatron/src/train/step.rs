@@ -147,7 +147,12 @@ impl<M: Stage> Trainer<M> {
         let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
 
         let learning_rate = self.config.schedule.learning_rate(self.consumed_samples());
-        self.optimizer.step(&mut self.values, &self.gradients, average * clip, learning_rate);
+        self.optimizer.step(
+            &mut self.values,
+            &self.gradients,
+            average * clip,
+            learning_rate,
+        );
         self.model.set_values(&self.values);
         self.iteration += 1;
         Ok(StepOutput {
@@ -224,11 +229,20 @@ impl<M: Stage> Trainer<M> {
         microbatch: &MicroBatch,
         device: &Device,
     ) -> Result<(Tensor<1>, f64)> {
-        let (s, b) = (self.config.batch.seq_length, self.config.batch.micro_batch_size);
+        let (s, b) = (
+            self.config.batch.seq_length,
+            self.config.batch.micro_batch_size,
+        );
         self.check(microbatch)?;
         let rows = |skip: usize| -> Tensor<2, Int> {
-            let rows = microbatch.tokens.chunks(s + 1).flat_map(|row| &row[skip..skip + s]);
-            Tensor::from_data(TensorData::new(rows.copied().collect::<Vec<i64>>(), [b, s]), device)
+            let rows = microbatch
+                .tokens
+                .chunks(s + 1)
+                .flat_map(|row| &row[skip..skip + s]);
+            Tensor::from_data(
+                TensorData::new(rows.copied().collect::<Vec<i64>>(), [b, s]),
+                device,
+            )
         };
         let loss = module.loss(rows(0), rows(1));
         Ok(match &microbatch.loss_mask {
@@ -242,20 +256,36 @@ impl<M: Stage> Trainer<M> {
     }
 
     fn check(&self, microbatch: &MicroBatch) -> Result<()> {
-        let (s, b) = (self.config.batch.seq_length, self.config.batch.micro_batch_size);
+        let (s, b) = (
+            self.config.batch.seq_length,
+            self.config.batch.micro_batch_size,
+        );
         let fail = |reason: String| {
             let rank = self.context.rank;
             Err(ErrorKind::Rank { rank, reason }.into())
         };
         let (len, want) = (microbatch.tokens.len(), b * (s + 1));
         if len != want {
-            return fail(format!("got a microbatch of {len} tokens, not {b} x ({s} + 1) = {want}"));
+            return fail(format!(
+                "got a microbatch of {len} tokens, not {b} x ({s} + 1) = {want}"
+            ));
         }
-        if let Some(mask) = microbatch.loss_mask.as_ref().filter(|mask| mask.len() != b * s) {
-            return fail(format!("got a loss mask of {} values, not {b} x {s}", mask.len()));
+        if let Some(mask) = microbatch
+            .loss_mask
+            .as_ref()
+            .filter(|mask| mask.len() != b * s)
+        {
+            return fail(format!(
+                "got a loss mask of {} values, not {b} x {s}",
+                mask.len()
+            ));
         }
         let vocabulary = 0..self.config.vocab_size as i64;
-        match microbatch.tokens.iter().position(|token| !vocabulary.contains(token)) {
+        match microbatch
+            .tokens
+            .iter()
+            .position(|token| !vocabulary.contains(token))
+        {
             Some(at) => fail(format!(
                 "got token {} at position {} of sample {} of a microbatch, but the vocabulary has {} \
                  entries; the data was made with another tokenizer",
