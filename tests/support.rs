@@ -189,3 +189,8 @@ pub fn assert_close(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
         );
     }
 }
+
+/// The README's example, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

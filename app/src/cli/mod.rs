@@ -31,8 +31,10 @@ pub enum Command {
     Preprocess(PreprocessArgs),
 }
 
-/// The flags of `megatron train`.
+/// The flags of `megatron train`. A flag given twice counts as given last, as in Megatron: scripts
+/// append to a common command line.
 #[derive(Debug, Default, Args)]
+#[command(args_override_self = true)]
 pub struct TrainArgs {
     /// TOML file with the sections [model], [parallel], [training], [optimizer], [data], [logging]
     /// and [generate]; flags override it, and what neither says keeps its default
@@ -99,7 +101,7 @@ mod tests {
 
     #[test]
     fn flags_override_the_file_and_nothing_else() {
-        let line = "megatron train --hidden-size 96 --lr 0.5 --no-calculate-per-token-loss";
+        let line = "megatron train --hidden-size 96 --lr 1 --lr 0.5 --no-calculate-per-token-loss";
         let Command::Train(args) = Cli::parse_from(line.split(' ')).command else {
             panic!("train was asked for");
         };

@@ -3,13 +3,14 @@
 use super::reader::Reader;
 use super::{BatchSource, Share, tokenise};
 use crate::config::RunConfig;
-use crate::error::Result;
+use crate::error::{Failure, Result};
 use crate::train::intervals;
 use burn_megatron::data::{
     BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, Split, SplitRanges,
     TokenDataset, Tokenizer,
 };
 use burn_megatron::{Error, Violation};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -24,6 +25,21 @@ pub struct Corpus {
 }
 
 impl Corpus {
+    /// Checks that the files can be opened, before a run makes anything.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is damaged.
+    pub fn check(config: &RunConfig) -> Result<()> {
+        for path in Blend::parse(&config.data.data_path).paths {
+            match is_jsonl(&path) {
+                true => drop(File::open(&path).map_err(|e| Failure::io(&path, &e))?),
+                false => drop(IndexedDataset::open(&path)?),
+            }
+        }
+        SplitRanges::parse(&config.data.split)?;
+        Ok(())
+    }
+
     /// Opens the datasets; `.jsonl` files are tokenised into `run_dir` first.
     ///
     /// # Errors
@@ -181,7 +197,7 @@ impl Builder<'_> {
     }
 }
 
-pub fn is_jsonl(path: &Path) -> bool {
+fn is_jsonl(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending == "jsonl")
 }
 

@@ -53,7 +53,10 @@ impl Plan {
         };
         let batches = match &config.data.token_batches {
             Some(path) => Some(TokenBatches::open(path, wanted(&config, &resolved))?),
-            None => None,
+            None => {
+                Corpus::check(&config)?;
+                None
+            }
         };
         let run_dir = make_run_dir(&config, name)?;
         config.save(&run_dir.join("config.toml"))?;
