@@ -312,7 +312,7 @@ fn the_quickstart_starts_and_ends() {
         "tp=2 pp=1 dp=2 (world 4)",
         "iteration 1/3",
         "validation after iteration 3",
-        "It was the whale",
+        "And the LORD said unto",
         "trained 3 steps",
     ] {
         assert!(said.contains(part), "{part}: {said}");

@@ -30,56 +30,52 @@ pub fn gelu<const D: usize>(x: Tensor<D>, approximation: GeluApproximation) -> T
 const SQRT_2_OVER_PI: f64 = FRAC_2_SQRT_PI * FRAC_1_SQRT_2;
 const CUBIC: f64 = 0.044715;
 
-/// `tanh(√(2/π) (x + 0.044715 x³))` or `erf(x/√2)`.
-fn saturation<B: Backend>(x: FloatTensor<B>, approximation: GeluApproximation) -> FloatTensor<B> {
-    match approximation {
-        GeluApproximation::Erf => B::float_erf(B::float_mul_scalar(x, FRAC_1_SQRT_2.into())),
+/// The factor that GELU multiplies `x` by: `(1 + tanh u)/2`, which is `sigmoid(2u)`, or
+/// `(1 + erf(x/√2))/2`.
+fn gate<B: Backend>(x: FloatTensor<B>, how: GeluApproximation) -> FloatTensor<B> {
+    match how {
+        GeluApproximation::Erf => {
+            let erf = B::float_erf(B::float_mul_scalar(x, FRAC_1_SQRT_2.into()));
+            B::float_add_scalar(B::float_mul_scalar(erf, 0.5f64.into()), 0.5f64.into())
+        }
         GeluApproximation::Tanh => {
             let square = B::float_mul(x.clone(), x.clone());
-            let slope = B::float_mul_scalar(square, (SQRT_2_OVER_PI * CUBIC).into());
-            let slope = B::float_add_scalar(slope, SQRT_2_OVER_PI.into());
-            B::float_tanh(B::float_mul(x, slope))
+            let slope = B::float_mul_scalar(square, (2.0 * SQRT_2_OVER_PI * CUBIC).into());
+            let slope = B::float_add_scalar(slope, (2.0 * SQRT_2_OVER_PI).into());
+            B::sigmoid(B::float_mul(x, slope))
         }
     }
 }
 
-/// Returns GELU and the saturation.
+/// Returns GELU and the gate.
 pub(super) fn forward<B: Backend>(
     x: FloatTensor<B>,
     how: GeluApproximation,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
-    let s = saturation::<B>(x.clone(), how);
-    let weight = B::float_add_scalar(s.clone(), 1f64.into());
-    (
-        B::float_mul(B::float_mul_scalar(x, 0.5f64.into()), weight),
-        s,
-    )
+    let gate = gate::<B>(x.clone(), how);
+    (B::float_mul(x, gate.clone()), gate)
 }
 
-/// d gelu / dx at `x`: `(1 + s)/2 + x/2 · ds/dx`, with `s` the saturation.
+/// d gelu / dx: `gate + x · dgate/dx`.
 fn derivative<B: Backend>(
     x: FloatTensor<B>,
-    s: FloatTensor<B>,
+    gate: FloatTensor<B>,
     how: GeluApproximation,
 ) -> FloatTensor<B> {
     let square = B::float_mul(x.clone(), x.clone());
-    // x/2 · ds/dx
-    let through_slope = match how {
+    let slope = match how {
         GeluApproximation::Erf => {
             let bell = B::float_exp(B::float_mul_scalar(square, (-0.5f64).into()));
-            let density = FRAC_2_SQRT_PI * FRAC_1_SQRT_2 / 2.0;
-            B::float_mul(x, B::float_mul_scalar(bell, density.into()))
+            B::float_mul_scalar(bell, (0.5 * SQRT_2_OVER_PI).into())
         }
         GeluApproximation::Tanh => {
-            let slope = B::float_mul_scalar(square, (1.5 * SQRT_2_OVER_PI * CUBIC).into());
-            let slope = B::float_add_scalar(slope, (0.5 * SQRT_2_OVER_PI).into());
-            let rest = B::float_neg(B::float_mul(s.clone(), s.clone()));
-            let rest = B::float_add_scalar(rest, 1f64.into());
-            B::float_mul(B::float_mul(x, slope), rest)
+            let inner = B::float_mul_scalar(square, (6.0 * SQRT_2_OVER_PI * CUBIC).into());
+            let inner = B::float_add_scalar(inner, (2.0 * SQRT_2_OVER_PI).into());
+            let rest = B::float_add_scalar(B::float_neg(gate.clone()), 1f64.into());
+            B::float_mul(B::float_mul(gate.clone(), rest), inner)
         }
     };
-    let weight = B::float_add_scalar(B::float_mul_scalar(s, 0.5f64.into()), 0.5f64.into());
-    B::float_add(weight, through_slope)
+    B::float_add(gate, B::float_mul(x, slope))
 }
 
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
@@ -90,13 +86,13 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     struct GeluBackward;
 
     impl<B: ParallelOps> Backward<B, 1> for GeluBackward {
-        /// `x`, the saturation (a tanh or erf costs more than the memory), the form.
+        /// `x`, the gate (a sigmoid or erf costs more time than memory), the form.
         type State = (FloatTensor<B>, FloatTensor<B>, GeluApproximation);
 
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (x, s, how) = ops.state;
+            let (x, gate, how) = ops.state;
             unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-                B::float_mul(derivative::<B>(x, s, how), grad)
+                B::float_mul(derivative::<B>(x, gate, how), grad)
             });
         }
     }
@@ -104,8 +100,8 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     let (x, node) = x.into_parts();
     match GeluBackward.prepare::<C>([node]).compute_bound().stateful() {
         OpsKind::Tracked(prep) => {
-            let (y, s) = forward::<B>(x.clone(), how);
-            prep.finish((x, s, how), y)
+            let (y, gate) = forward::<B>(x.clone(), how);
+            prep.finish((x, gate, how), y)
         }
         OpsKind::UnTracked(prep) => prep.finish(B::gelu_with(x, how)),
     }
