@@ -3,6 +3,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn_megatron::comm::counted::Collective;
+use burn_megatron::launch::ProcessGroup;
 use burn_megatron::prelude::*;
 use burn_megatron::topology::Axis;
 use megatron_tests::{Run, fixture, on_tp_ranks, tensors};
@@ -163,36 +164,32 @@ fn a_replicated_parameter_that_differs_between_ranks_is_refused() {
 }
 
 #[test]
-fn the_bytes_of_a_step_are_those_of_the_formula() {
-    // s 32, b 2, h 64, L 4, f32; per microbatch and pass: one all-reduce of [s, b, h] for each of
-    // attention and MLP, one for the embedding (forward) and for the output layer (backward); and
-    // for the loss, all-reduces of 1 and 2 values per token.
-    let (activation, tokens, layers) = (4 * 32 * 2 * 64, 4 * 32 * 2, 4);
-    let microbatch = 2 * (2 * layers + 1) * activation + 3 * tokens;
-    for (tp, dp) in [(2, 1), (4, 1), (1, 2), (2, 2)] {
-        let (_, ends) = Run::at(tp, dp)
+fn a_step_communicates_exactly_what_was_predicted() {
+    for (tp, dp) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
+        let run = Run::at(tp, dp);
+        let config = run.config();
+        let (steps, ends) = run
             .train(|rank, trainer| {
-                let groups = &rank.groups;
-                let tp = groups.tp.accounts.of(Collective::AllReduce);
-                let dp = groups.dp.accounts.of(Collective::AllReduce);
-                Ok((tp.bytes, dp.bytes, trainer.model().num_elements()))
+                let reduced = |group: &ProcessGroup| group.accounts.of(Collective::AllReduce);
+                let model = trainer.model();
+                let whole: usize = model.params().iter().map(|p| p.spec.full_elements()).sum();
+                assert_eq!(model.num_elements(), config.parameters_per_rank());
+                assert_eq!(whole, config.num_parameters());
+                Ok((reduced(&rank.groups.tp), reduced(&rank.groups.dp)))
             })
             .expect("run");
-        let (steps, microbatches) = (8, 4 / dp);
-        for (tp_bytes, dp_bytes, elements) in ends {
-            let of_tp = if tp > 1 {
-                steps * microbatches * microbatch
-            } else {
-                0
-            };
-            let of_dp = if dp > 1 { steps * 4 * elements } else { 0 };
-            assert_eq!(
-                (tp_bytes, dp_bytes),
-                (of_tp as u64, of_dp as u64),
-                "tp={tp} dp={dp}"
-            );
+        let (steps, want) = (steps.len() as u64, config.step_volumes());
+        for (got_tp, got_dp) in ends {
+            for (got, want) in [(got_tp, want.tp), (got_dp, want.dp)] {
+                let want = (want.calls * steps, want.bytes * steps);
+                assert_eq!((got.calls, got.bytes), want, "tp={tp} dp={dp}");
+            }
         }
     }
+    // s 32, b 2, h 64, L 4, four microbatches: by hand.
+    let volumes = Run::at(2, 1).config().step_volumes();
+    assert_eq!(volumes.tp.calls, 4 * (2 * 4 + 2 * 4 + 2 + 2));
+    assert_eq!(volumes.tp.bytes, 4 * 4 * (18 * 32 * 2 * 64 + 3 * 32 * 2));
 }
 
 #[test]

@@ -12,8 +12,6 @@ use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    // A CPU step allocates and frees every activation; this is worth a third of its time.
-    burn_megatron::keep_freed_memory();
     burn_megatron::keep_freed_memory();
     let done = match cli::Cli::parse().command {
         cli::Command::Train(args) => train::run(&args),

@@ -28,7 +28,7 @@ pub struct ProcessGroup {
 
 impl ProcessGroup {
     fn new(comm: CommRef) -> Self {
-        let (comm, accounts) = Counted::new(comm);
+        let (comm, accounts) = Counted::wrap(comm);
         ProcessGroup { comm, accounts }
     }
 }

@@ -33,6 +33,10 @@ pub struct TrainingArgs {
     /// where loss masks do
     #[arg(long)]
     no_calculate_per_token_loss: bool,
+    /// How long a rank waits for the others in one collective before the run ends, in minutes
+    /// [default: 10]
+    #[arg(long, value_name = "X")]
+    distributed_timeout_minutes: Option<f64>,
     /// Start from a full set of weights with Megatron-Core's names (.safetensors), instead of
     /// random ones
     #[arg(long, value_name = "FILE")]
@@ -49,6 +53,7 @@ impl TrainingArgs {
         set(&mut training.global_batch_size, &self.global_batch_size);
         set(&mut training.train_iters, &self.train_iters);
         set(&mut training.seed, &self.seed);
+        set(&mut training.distributed_timeout_minutes, &self.distributed_timeout_minutes);
         if self.calculate_per_token_loss || self.no_calculate_per_token_loss {
             training.calculate_per_token_loss = self.calculate_per_token_loss;
         }

@@ -1,5 +1,6 @@
 //! The sections that belong to the program; the others are the library's.
 
+use burn_megatron::launch::DEFAULT_TIMEOUT;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -19,6 +20,8 @@ pub struct TrainingConfig {
     pub seed: u64,
     /// Average over the global batch's tokens; false averages each micro batch by itself.
     pub calculate_per_token_loss: bool,
+    /// How long a rank waits for the others in one collective, in minutes.
+    pub distributed_timeout_minutes: f64,
     /// Full weights to start from, with Megatron-Core's names.
     pub init_weights: Option<PathBuf>,
     /// Where the full weights go at the end.
@@ -34,6 +37,7 @@ impl Default for TrainingConfig {
             train_iters: 100,
             seed: 1234,
             calculate_per_token_loss: true,
+            distributed_timeout_minutes: DEFAULT_TIMEOUT.as_secs_f64() / 60.0,
             init_weights: None,
             save_weights: None,
         }

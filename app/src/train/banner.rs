@@ -4,7 +4,6 @@ use super::plan::Plan;
 use crate::data::RunData;
 use crate::units::grouped;
 use burn_megatron::optim::LrDecayStyle;
-use burn_megatron::train::ResolvedConfig;
 
 /// Prints the resolved configuration, compactly; the whole of it stands in the run's config.toml.
 pub fn print(plan: &Plan) {
@@ -59,16 +58,6 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
     lines
 }
 
-/// Parameters of one rank: tensor parallelism splits all but the norms, the positions and the biases
-/// of the two row-parallel layers.
-fn parameters_per_rank(resolved: &ResolvedConfig) -> usize {
-    let model = resolved.model();
-    let (h, layers) = (model.transformer.hidden_size, model.transformer.num_layers);
-    let replicated = model.max_position_embeddings * h + layers * (4 * h + 2 * h) + 2 * h;
-    let tp = resolved.layout().grid.sizes().tp;
-    (resolved.num_parameters() - replicated) / tp + replicated
-}
-
 /// The style's name as the flags spell it.
 fn style(style: LrDecayStyle) -> String {
     let name = serde_json::to_value(style).ok();
@@ -78,7 +67,7 @@ fn style(style: LrDecayStyle) -> String {
 
 fn model(plan: &Plan) -> String {
     let (model, resolved) = (&plan.config.model, &plan.resolved);
-    let (total, per_rank) = (resolved.num_parameters(), parameters_per_rank(resolved));
+    let (total, per_rank) = (resolved.num_parameters(), resolved.parameters_per_rank());
     format!(
         "GPT, {} layers, hidden {}, {} heads, vocabulary {} (padded to {}): {} parameters, {} per rank",
         model.num_layers,

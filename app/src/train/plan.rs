@@ -12,7 +12,7 @@ use burn_megatron::{Error, ErrorKind, Violation};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 /// A run that can start.
 pub struct Plan {
@@ -72,6 +72,11 @@ impl Plan {
             init,
             sample,
         }))
+    }
+
+    /// How long a rank waits for the others in one collective.
+    pub fn timeout(&self) -> Duration {
+        Duration::from_secs_f64(60.0 * self.config.training.distributed_timeout_minutes)
     }
 
     /// Evaluation intervals of the run.
@@ -155,6 +160,14 @@ fn rules(config: &RunConfig) -> Vec<Violation> {
                 nearest: vec!["1".into()],
             });
         }
+    }
+    // A year, and no more than a Duration holds.
+    let minutes = config.training.distributed_timeout_minutes;
+    if !(minutes > 0.0 && minutes <= 525_600.0) {
+        violations.push(Violation {
+            rule: format!("distributed_timeout_minutes is {minutes}, but must be above 0"),
+            nearest: vec!["10".into()],
+        });
     }
     if config.generate.tokens > 0 && data.tokenizer_type.is_none() {
         violations.push(rule(

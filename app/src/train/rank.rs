@@ -6,13 +6,14 @@ use super::plan::Plan;
 use crate::data::BatchSource;
 use burn::train::Interrupter;
 use burn_megatron::Result;
+use burn_megatron::comm::counted::{Account, Collective};
 use burn_megatron::comm::{Communicator, ReduceOp};
-use burn_megatron::launch::RankContext;
+use burn_megatron::launch::{ProcessGroups, RankContext};
 use burn_megatron::train::Trainer;
 use std::ops::Range;
 use std::time::Instant;
 
-/// How a rank's run ended; the same on every rank.
+/// How a rank's run ended; the same on every rank, but for the times.
 #[derive(Debug, Default, Clone)]
 pub struct RankEnd {
     /// Somebody asked to stop before the last step.
@@ -21,6 +22,30 @@ pub struct RankEnd {
     pub diverged_at: Option<usize>,
     /// The sample's new tokens.
     pub sample: Option<Vec<i64>>,
+    pub communication: Communication,
+}
+
+/// What this rank's all-reduces took over all steps, waiting for slower ranks included.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Communication {
+    pub tp: Account,
+    pub dp: Account,
+}
+
+impl Communication {
+    fn so_far(groups: &ProcessGroups) -> Self {
+        Communication {
+            tp: groups.tp.accounts.of(Collective::AllReduce),
+            dp: groups.dp.accounts.of(Collective::AllReduce),
+        }
+    }
+
+    /// Adds what was spent since `before`.
+    fn add_since(&mut self, before: Communication, groups: &ProcessGroups) {
+        let now = Communication::so_far(groups);
+        self.tp += now.tp - before.tp;
+        self.dp += now.dp - before.dp;
+    }
 }
 
 /// The steps up to an evaluation, from 0, for each evaluation in turn; the last may be short.
@@ -47,7 +72,7 @@ pub fn run(
     let mut this = Rank {
         trainer: Trainer::new(&plan.resolved, rank, plan.init.as_ref())?,
         plan,
-        world: rank.groups.world.comm.as_ref(),
+        groups: &rank.groups,
         interrupter,
         feed,
         end: RankEnd::default(),
@@ -71,7 +96,7 @@ pub fn run(
 /// One rank at work.
 struct Rank<'a> {
     plan: &'a Plan,
-    world: &'a dyn Communicator,
+    groups: &'a ProcessGroups,
     interrupter: &'a Interrupter,
     feed: Option<&'a mut Feed>,
     trainer: Trainer,
@@ -97,7 +122,9 @@ impl Rank<'_> {
         self.report(|feed| feed.start_interval(interval, total));
         let mut stop = false;
         for step in steps.clone() {
+            let before = Communication::so_far(self.groups);
             let report = train_step(&mut self.trainer, batches)?;
+            self.end.communication.add_since(before, self.groups);
             if !report.lm_loss.is_finite() {
                 self.end.diverged_at = Some(report.iteration);
             }
@@ -105,7 +132,7 @@ impl Rank<'_> {
                 feed.step(report, step - steps.start + 1, total)?;
             }
             // After the last step there is nothing left to cut short.
-            let asked = stop_agreed(self.world, self.interrupter)?;
+            let asked = stop_agreed(&*self.groups.world.comm, self.interrupter)?;
             self.end.interrupted = asked && step + 1 < self.plan.config.training.train_iters;
             stop = self.end.interrupted || self.end.diverged_at.is_some();
             if stop {

@@ -47,8 +47,31 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
         "  speed     {} tokens/s, median",
         grouped(median(&history.speeds) as u64)
     );
+    for line in communication(plan, ended, last.iteration as u64) {
+        println!("  {line}");
+    }
     println!("  files     {}", files(plan));
     Ok(())
+}
+
+/// A line per axis that communicates: what a step's all-reduces were predicted to move, and did.
+fn communication(plan: &Plan, ended: &Ended, steps: u64) -> Vec<String> {
+    let predicted = plan.resolved.step_volumes();
+    let spent = ended.communication;
+    let axes = [("tp", predicted.tp, spent.tp), ("dp", predicted.dp, spent.dp)];
+    (axes.into_iter())
+        .filter(|(_, predicted, _)| predicted.calls > 0)
+        .map(|(axis, predicted, spent)| {
+            let megabytes = |bytes: u64| bytes as f64 / 1e6;
+            format!(
+                "{axis:<9} {} all-reduce calls a step, {:.2} MB ({:.2} predicted), {:.1} ms with waiting",
+                spent.calls / steps,
+                megabytes(spent.bytes / steps),
+                megabytes(predicted.bytes),
+                1e3 * spent.time.as_secs_f64() / steps as f64
+            )
+        })
+        .collect()
 }
 
 fn files(plan: &Plan) -> String {

@@ -3,7 +3,7 @@
 use super::feed::{Feed, History, MetricsFile};
 use super::metrics::{self, EvalReport, StepReport};
 use super::plan::Plan;
-use super::rank::{self, RankEnd};
+use super::rank::{self, Communication, RankEnd};
 use super::{interrupt, terminal};
 use crate::error::{Failure, Result};
 use burn::data::dataloader::{DataLoader, DataLoaderIterator, Progress};
@@ -17,7 +17,7 @@ use burn::train::{
     SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep, TrainingComponents,
     TrainingStrategy, ValidLoader,
 };
-use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
+use burn_megatron::launch::run_ranks;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the run ended, for the report.
@@ -26,6 +26,8 @@ pub struct Ended {
     pub interrupted: bool,
     /// The sample's new tokens.
     pub sample: Option<Vec<i64>>,
+    /// Rank 0's.
+    pub communication: Communication,
     pub history: History,
 }
 
@@ -90,7 +92,8 @@ impl SupervisedLearningStrategy<Shim> for RankThreads {
             interrupter.clone(),
             lock(&self.metrics_file).take(),
         ));
-        let ends = run_ranks(&self.plan.resolved.layout().grid, DEFAULT_TIMEOUT, |rank| {
+        let grid = &self.plan.resolved.layout().grid;
+        let ends = run_ranks(grid, self.plan.timeout(), |rank| {
             let mut feed = (rank.rank == 0).then(|| lock(&feed));
             rank::run(&self.plan, rank, &interrupter, feed.as_deref_mut())
         });
@@ -122,6 +125,7 @@ fn judge(ends: Vec<RankEnd>, history: History, interrupter: &Interrupter) -> Res
     Ok(Ended {
         interrupted: end.interrupted,
         sample: end.sample,
+        communication: end.communication,
         history,
     })
 }

@@ -91,7 +91,7 @@ fn reduce_scatter<B: Backend>(x: FloatTensor<B>, dim: usize, comm: &CommRef) -> 
     let parts: Vec<TensorData> = (0..comm.size())
         .map(|rank| to_host::<B>(part::<B>(x.clone(), dim, rank, comm.size())))
         .collect();
-    let send: Vec<f32> = parts.iter().flat_map(|part| f32s(part)).copied().collect();
+    let send: Vec<f32> = parts.iter().flat_map(f32s).copied().collect();
     let mut recv = vec![0f32; send.len() / comm.size()];
     comm.reduce_scatter(&send, &mut recv)
         .unwrap_or_else(|e| raise(e));

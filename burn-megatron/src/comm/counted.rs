@@ -49,6 +49,27 @@ pub struct Account {
     pub time: Duration,
 }
 
+impl std::ops::Sub for Account {
+    type Output = Account;
+
+    /// What was spent between an earlier reading and this one.
+    fn sub(self, earlier: Account) -> Account {
+        Account {
+            calls: self.calls - earlier.calls,
+            bytes: self.bytes - earlier.bytes,
+            time: self.time.saturating_sub(earlier.time),
+        }
+    }
+}
+
+impl std::ops::AddAssign for Account {
+    fn add_assign(&mut self, other: Account) {
+        self.calls += other.calls;
+        self.bytes += other.bytes;
+        self.time += other.time;
+    }
+}
+
 #[derive(Debug, Default)]
 struct Cell {
     calls: AtomicU64,
@@ -80,7 +101,7 @@ pub struct Counted {
 
 impl Counted {
     /// Wraps `inner`; the accounts stay readable through the second value.
-    pub fn new(inner: CommRef) -> (CommRef, Arc<Accounts>) {
+    pub fn wrap(inner: CommRef) -> (CommRef, Arc<Accounts>) {
         let accounts = Arc::new(Accounts::default());
         let counted = Counted {
             inner,

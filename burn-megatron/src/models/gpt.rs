@@ -136,24 +136,28 @@ impl GptModelConfig {
 
     /// Parameters of the whole model, vocabulary padding included, for GPT's own layers.
     pub fn num_parameters(&self) -> usize {
+        self.parameters_per_rank(1)
+    }
+
+    /// Parameters of one of `tp` ranks. Replicated on all of them: norms, positions, and the biases
+    /// of the row-parallel layers.
+    pub fn parameters_per_rank(&self, tp: usize) -> usize {
         let TransformerConfig {
             num_layers,
             hidden_size: h,
             ffn_hidden_size: ffn,
             ..
         } = self.transformer;
-        let norm = 2 * h;
-        let attention = (3 * h * h + 3 * h) + (h * h + h);
-        let mlp = (h * ffn + ffn) + (ffn * h + h);
-        let tables = if self.untie_embeddings_and_output_weights {
-            2
-        } else {
-            1
+        let tables = match self.untie_embeddings_and_output_weights {
+            true => 2,
+            false => 1,
         };
-        tables * self.padded_vocab_size * h
-            + self.max_position_embeddings * h
-            + num_layers * (2 * norm + attention + mlp)
-            + norm
+        // Weights and biases of QKV, the attention's output, and both layers of the MLP.
+        let split_per_layer = (3 * h * h + 3 * h) + h * h + (h * ffn + ffn) + ffn * h;
+        let split = tables * self.padded_vocab_size * h + num_layers * split_per_layer;
+        // Two norms and two biases a layer; positions; the final norm.
+        let replicated = num_layers * (2 * 2 * h + 2 * h) + self.max_position_embeddings * h + 2 * h;
+        split / tp + replicated
     }
 }
 

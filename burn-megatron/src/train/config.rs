@@ -1,5 +1,6 @@
 //! What a run is made of, validated as a whole.
 
+use super::StepVolumes;
 use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::models::gpt::{GptConfig, GptModelConfig};
 use crate::optim::{LrSchedule, OptimizerConfig};
@@ -200,6 +201,16 @@ impl ResolvedConfig {
     /// Parameters of the whole model, vocabulary padding included.
     pub fn num_parameters(&self) -> usize {
         self.model().num_parameters()
+    }
+
+    /// Parameters of one rank.
+    pub fn parameters_per_rank(&self) -> usize {
+        self.model().parameters_per_rank(self.layout.grid.sizes().tp)
+    }
+
+    /// What a rank's all-reduces move in one step.
+    pub fn step_volumes(&self) -> StepVolumes {
+        StepVolumes::of(self)
     }
 
     /// What a trainer of this run needs to know.

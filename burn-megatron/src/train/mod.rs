@@ -4,7 +4,9 @@
 mod config;
 mod generate;
 mod step;
+mod volume;
 
 pub use config::{BatchConfig, ResolvedConfig, TrainConfig, TrainerConfig};
 pub use generate::Sampling;
 pub use step::{LossSum, MicroBatch, StepOutput, Trainer};
+pub use volume::{StepVolume, StepVolumes};
