@@ -35,48 +35,46 @@ fn collectives(c: &mut Criterion) {
 fn all_reduce(ranks: usize, bytes: usize, iterations: u64) -> Duration {
     let members: Vec<usize> = (0..ranks).collect();
     let comms = ThreadWorld::new(Duration::from_secs(60)).group("bench", &members);
-    on_threads(ranks, |rank| {
+    on_threads(ranks, iterations, |rank| {
         let comm = comms[rank].clone();
         let mut buffer = vec![0f32; bytes / 4];
         move || {
-            for _ in 0..iterations {
-                comm.all_reduce(&mut buffer, ReduceOp::Sum)
-                    .expect("all ranks call");
-            }
+            comm.all_reduce(&mut buffer, ReduceOp::Sum)
+                .expect("all ranks call")
         }
     })
 }
 
 /// The time of `iterations` copies of `bytes` on each of `ranks` threads.
 fn copy(ranks: usize, bytes: usize, iterations: u64) -> Duration {
-    on_threads(ranks, |_| {
+    on_threads(ranks, iterations, |_| {
         let from = vec![1u8; bytes];
         let mut to = vec![0u8; bytes];
         move || {
-            for _ in 0..iterations {
-                to.copy_from_slice(std::hint::black_box(&from));
-                std::hint::black_box(&mut to);
-            }
+            to.copy_from_slice(std::hint::black_box(&from));
+            std::hint::black_box(&mut to);
         }
     })
 }
 
-/// Prepares one job a thread, then times them all from a common start to the last one's end.
-fn on_threads<J: FnOnce()>(ranks: usize, prepare: impl Fn(usize) -> J + Sync) -> Duration {
+/// Makes a job on each thread and runs it once, so that its memory is there; then times
+/// `iterations` of all of them, from a common start to the last one's end.
+fn on_threads<J: FnMut()>(
+    ranks: usize,
+    iterations: u64,
+    prepare: impl Fn(usize) -> J + Sync,
+) -> Duration {
     let start = Barrier::new(ranks + 1);
     let run = |rank| {
-        let job = prepare(rank);
-        start.wait();
+        let mut job = prepare(rank);
         job();
+        start.wait();
+        (0..iterations).for_each(|_| job());
     };
+    let run = &run;
     thread::scope(|scope| {
         let handles: Vec<_> = (0..ranks)
-            .map(|rank| {
-                scope.spawn({
-                    let run = &run;
-                    move || run(rank)
-                })
-            })
+            .map(|rank| scope.spawn(move || run(rank)))
             .collect();
         start.wait();
         let begun = Instant::now();

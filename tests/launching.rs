@@ -225,7 +225,7 @@ fn a_model_with_an_odd_vocabulary_trains_alike_at_every_tp() {
                 loss_mask: None,
             };
             (0..3)
-                .map(|_| trainer.train_step(&[batch.clone()]))
+                .map(|_| trainer.train_step(std::slice::from_ref(&batch)))
                 .collect::<Result<Vec<_>>>()
         });
         ranks.expect("ranks").swap_remove(0)

@@ -53,7 +53,10 @@ impl TrainingArgs {
         set(&mut training.global_batch_size, &self.global_batch_size);
         set(&mut training.train_iters, &self.train_iters);
         set(&mut training.seed, &self.seed);
-        set(&mut training.distributed_timeout_minutes, &self.distributed_timeout_minutes);
+        set(
+            &mut training.distributed_timeout_minutes,
+            &self.distributed_timeout_minutes,
+        );
         if self.calculate_per_token_loss || self.no_calculate_per_token_loss {
             training.calculate_per_token_loss = self.calculate_per_token_loss;
         }

@@ -58,7 +58,10 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
 fn communication(plan: &Plan, ended: &Ended, steps: u64) -> Vec<String> {
     let predicted = plan.resolved.step_volumes();
     let spent = ended.communication;
-    let axes = [("tp", predicted.tp, spent.tp), ("dp", predicted.dp, spent.dp)];
+    let axes = [
+        ("tp", predicted.tp, spent.tp),
+        ("dp", predicted.dp, spent.dp),
+    ];
     (axes.into_iter())
         .filter(|(_, predicted, _)| predicted.calls > 0)
         .map(|(axis, predicted, spent)| {

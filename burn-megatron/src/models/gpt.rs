@@ -156,7 +156,8 @@ impl GptModelConfig {
         let split_per_layer = (3 * h * h + 3 * h) + h * h + (h * ffn + ffn) + ffn * h;
         let split = tables * self.padded_vocab_size * h + num_layers * split_per_layer;
         // Two norms and two biases a layer; positions; the final norm.
-        let replicated = num_layers * (2 * 2 * h + 2 * h) + self.max_position_embeddings * h + 2 * h;
+        let replicated =
+            num_layers * (2 * 2 * h + 2 * h) + self.max_position_embeddings * h + 2 * h;
         split / tp + replicated
     }
 }
@@ -233,5 +234,33 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Stage for GptModel<N, A, M> {
         let labels = labels.transpose().reshape([s * b]);
         let loss = vocab_parallel_cross_entropy(logits.reshape([s * b, v]), labels, &shard);
         loss.reshape([s, b]).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn known_models_have_their_known_sizes() {
+        let parameters = |num_layers, hidden_size, positions| {
+            let config = GptConfig {
+                num_layers,
+                hidden_size,
+                num_attention_heads: 16,
+                ..GptConfig::default()
+            };
+            let model = GptModelConfig {
+                transformer: config.transformer(),
+                vocab_size: 50257,
+                padded_vocab_size: 50304,
+                max_position_embeddings: positions,
+                untie_embeddings_and_output_weights: false,
+            };
+            model.num_parameters()
+        };
+        // GPT-345M and GPT-1.3B, as Megatron-LM counts them.
+        assert_eq!(parameters(24, 1024, 1024), 354_871_296);
+        assert_eq!(parameters(24, 2048, 2048), 1_315_819_520);
     }
 }

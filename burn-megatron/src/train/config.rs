@@ -205,7 +205,8 @@ impl ResolvedConfig {
 
     /// Parameters of one rank.
     pub fn parameters_per_rank(&self) -> usize {
-        self.model().parameters_per_rank(self.layout.grid.sizes().tp)
+        self.model()
+            .parameters_per_rank(self.layout.grid.sizes().tp)
     }
 
     /// What a rank's all-reduces move in one step.

@@ -233,4 +233,3 @@ fn disagreement(members: &[usize], calls: &[Option<Call>]) -> Option<String> {
         .collect();
     Some(format!("the ranks do not agree: {}", told.join("; ")))
 }
-
