@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn runs_of_all_ranks_cover_the_whole_once() {
         for dim in 0..3 {
-            let mut seen = vec![0; 4 * 2 * 6];
+            let mut seen = [0; 4 * 2 * 6];
             for index in 0..2 {
                 let spec = ParamSpec::split([4, 2, 6], dim, (index, 2), Init::Zeros);
                 let part: Vec<usize> = spec.runs().flatten().collect();
