@@ -210,33 +210,40 @@ fn a_rank_finds_its_groups() {
 #[test]
 fn a_model_with_an_odd_vocabulary_trains_alike_at_every_tp() {
     // Public complaints: Megatron-LM #1754, #1736.
-    let steps = [1, 2, 4].map(|tp| {
-        let mut config = Run::at(tp, 1).config().config().clone();
-        config.model.make_vocab_size_divisible_by = 128;
-        config.model.num_layers = 1;
-        config.model.hidden_size = 16;
-        config.batch.global_batch_size = 2;
-        config.vocab_size = 50257;
-        let config = config.resolve().expect("a legal configuration");
-        let ranks = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
-            let mut trainer = Trainer::new(&config, rank, None)?;
-            let batch = MicroBatch {
-                tokens: (0..66).map(|i| 50256 - i * 761).collect(),
-                loss_mask: None,
-            };
-            (0..3)
-                .map(|_| trainer.train_step(std::slice::from_ref(&batch)))
-                .collect::<Result<Vec<_>>>()
-        });
-        ranks.expect("ranks").swap_remove(0)
-    });
-    for other in &steps[1..] {
-        for (a, b) in steps[0].iter().zip(other) {
-            assert!((a.lm_loss - b.lm_loss).abs() <= 2e-6, "{a:?} {b:?}");
-            assert!(
-                (a.grad_norm / b.grad_norm - 1.0).abs() <= 1e-5,
-                "{a:?} {b:?}"
-            );
+    for untied in [false, true] {
+        let steps = [1, 2, 4].map(|tp| odd_vocabulary(tp, untied));
+        for other in &steps[1..] {
+            for (a, b) in steps[0].iter().zip(other) {
+                assert!((a.lm_loss - b.lm_loss).abs() <= 2e-6, "{a:?} {b:?}");
+                assert!(
+                    (a.grad_norm / b.grad_norm - 1.0).abs() <= 1e-5,
+                    "{a:?} {b:?}"
+                );
+            }
         }
     }
+}
+
+/// Three steps of a small GPT with GPT-2's vocabulary, which no tp divides.
+fn odd_vocabulary(tp: usize, untied: bool) -> Vec<StepOutput> {
+    let mut config = Run::at(tp, 1).config().config().clone();
+    config.model.make_vocab_size_divisible_by = 128;
+    config.model.num_layers = 1;
+    config.model.hidden_size = 16;
+    config.model.untie_embeddings_and_output_weights = untied;
+    config.batch.global_batch_size = 2;
+    config.vocab_size = 50257;
+    let config = config.resolve().expect("a legal configuration");
+    let ranks = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
+        let mut trainer = Trainer::new(&config, rank, None)?;
+        assert_eq!(trainer.model().num_elements(), config.parameters_per_rank());
+        let batch = MicroBatch {
+            tokens: (0..66).map(|i| 50256 - i * 761).collect(),
+            loss_mask: None,
+        };
+        (0..3)
+            .map(|_| trainer.train_step(std::slice::from_ref(&batch)))
+            .collect::<Result<Vec<_>>>()
+    });
+    ranks.expect("ranks").swap_remove(0)
 }

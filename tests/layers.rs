@@ -93,6 +93,11 @@ fn assert_same(got: &Outcome, want: &Outcome, what: &str) {
     }
 }
 
+/// The sum that a layer left to its caller (`skip_bias_add`).
+fn added((y, bias): (Tensor<3>, Option<Tensor<1>>)) -> Tensor<3> {
+    y + bias.expect("the bias that was not added").unsqueeze()
+}
+
 #[test]
 fn linear_layers_equal_a_dense_product() {
     // The whole weights, from a single rank's layer of the same names.
@@ -121,14 +126,7 @@ fn linear_layers_equal_a_dense_product() {
         assert_same(&got, &want, &format!("column, gathered, tp={tp}"));
 
         let skipping = gathered.with_skip_bias_add(true);
-        let got = run(
-            tp,
-            |b| skipping.init(b),
-            |layer, x| {
-                let (y, bias) = layer.forward(x);
-                y + bias.expect("the bias that was not added").unsqueeze()
-            },
-        );
+        let got = run(tp, |b| skipping.init(b), |layer, x| added(layer.forward(x)));
         assert_same(&got, &want, &format!("column, bias apart, tp={tp}"));
 
         let row = RowParallelLinearConfig::new(16, 32).with_init_std(0.3);
@@ -137,14 +135,7 @@ fn linear_layers_equal_a_dense_product() {
         assert_same(&got, &want, &format!("row, whole input, tp={tp}"));
 
         let skipping = whole.with_skip_bias_add(true);
-        let got = run(
-            tp,
-            |b| skipping.init(b),
-            |layer, x| {
-                let (y, bias) = layer.forward(x);
-                y + bias.expect("the bias that was not added").unsqueeze()
-            },
-        );
+        let got = run(tp, |b| skipping.init(b), |layer, x| added(layer.forward(x)));
         assert_same(&got, &want, &format!("row, bias apart, tp={tp}"));
     }
 }

@@ -94,7 +94,7 @@ impl From<Error> for Failure {
             ErrorKind::Io { path, source } => Failure::io(path, source),
             ErrorKind::Data { .. } => Failure::run(
                 cause,
-                "the file is damaged or of another kind; make it again (megatron preprocess)",
+                "the file is damaged or of another kind; make it again, or name another",
             ),
             ErrorKind::Weights { .. } => Failure::run(
                 cause,

@@ -87,7 +87,7 @@ pub struct LoggingArgs {
     #[arg(long, value_name = "FILE")]
     metrics_file: Option<PathBuf>,
     /// Folder of this run's config.toml, metrics and tokenised data; new or empty [default:
-    /// runs/<config's name>-<time>]
+    /// runs/NAME-TIME, NAME the config's]
     #[arg(long, value_name = "DIR")]
     run_dir: Option<PathBuf>,
     /// Print progress lines even where the output is a terminal, instead of the dashboard

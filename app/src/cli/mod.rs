@@ -36,8 +36,8 @@ pub enum Command {
 #[derive(Debug, Default, Args)]
 #[command(args_override_self = true)]
 pub struct TrainArgs {
-    /// TOML file with the sections [model], [parallel], [training], [optimizer], [data], [logging]
-    /// and [generate]; flags override it, and what neither says keeps its default
+    /// TOML file with the sections model, parallel, training, optimizer, data, logging and generate;
+    /// flags override it, and what neither says keeps its default
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     #[command(flatten)]

@@ -13,6 +13,9 @@ use std::collections::HashMap;
 use std::io::Write;
 use std::time::Duration;
 
+/// Batches of an evaluation that need no word before it: it is over soon.
+const QUICK_EVALUATION: usize = 10;
+
 /// What the lines need beside the metrics.
 #[derive(Debug, Clone, Copy)]
 pub struct LineConfig {
@@ -143,9 +146,16 @@ impl<W: Write + Send + Sync> MetricsRendererTraining for Lines<W> {
 impl<W: Write + Send> TrainingProgressLogger for Lines<W> {
     fn start(&mut self, _: usize, _: usize, _: Option<usize>, _: Option<&str>) {}
 
-    fn start_split(&mut self, split: &str, _: usize) {
+    fn start_split(&mut self, split: &str, batches: usize) {
         self.validating = split == "valid";
         self.values.clear();
+        if self.validating && batches > QUICK_EVALUATION {
+            let line = format!(
+                "validating after iteration {} on {batches} global batches",
+                self.iteration
+            );
+            self.print(&line);
+        }
     }
 
     fn update_split(&mut self, _: usize) {

@@ -4,74 +4,32 @@ use super::{DEFAULT_INIT_STD, add_bias};
 use crate::autograd::{copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, linear};
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
+use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 /// Configuration of a [`ColumnParallelLinear`].
-#[derive(Debug, Clone)]
+#[derive(Config, Debug)]
 pub struct ColumnParallelLinearConfig {
     pub input_size: usize,
     /// Over all ranks; a multiple of `t`.
     pub output_size: usize,
+    #[config(default = true)]
     pub bias: bool,
     /// Return the whole output on every rank instead of the rank's part.
+    #[config(default = false)]
     pub gather_output: bool,
     /// Return the bias beside the output instead of adding it, for a consumer that fuses the sum.
+    #[config(default = false)]
     pub skip_bias_add: bool,
     /// Standard deviation of the initial weights.
+    #[config(default = "DEFAULT_INIT_STD")]
     pub init_std: f64,
     /// Output features that mean something, where the rest is padding of the vocabulary.
     pub unpadded_rows: Option<usize>,
 }
 
 impl ColumnParallelLinearConfig {
-    /// With bias, its output left split.
-    pub fn new(input_size: usize, output_size: usize) -> Self {
-        ColumnParallelLinearConfig {
-            input_size,
-            output_size,
-            bias: true,
-            gather_output: false,
-            skip_bias_add: false,
-            init_std: DEFAULT_INIT_STD,
-            unpadded_rows: None,
-        }
-    }
-
-    /// Sets whether there is a bias.
-    pub fn with_bias(self, bias: bool) -> Self {
-        Self { bias, ..self }
-    }
-
-    /// Sets whether the output is gathered.
-    pub fn with_gather_output(self, gather_output: bool) -> Self {
-        Self {
-            gather_output,
-            ..self
-        }
-    }
-
-    /// Sets whether the bias is returned instead of added.
-    pub fn with_skip_bias_add(self, skip_bias_add: bool) -> Self {
-        Self {
-            skip_bias_add,
-            ..self
-        }
-    }
-
-    /// Sets the standard deviation of the initial weights.
-    pub fn with_init_std(self, init_std: f64) -> Self {
-        Self { init_std, ..self }
-    }
-
-    /// Sets how many output features mean something: the vocabulary without its padding.
-    pub fn with_unpadded_rows(self, rows: usize) -> Self {
-        Self {
-            unpadded_rows: Some(rows),
-            ..self
-        }
-    }
-
     /// The rank's part of the layer.
     ///
     /// # Panics

@@ -5,12 +5,13 @@ use crate::autograd::{VocabShard, reduce_from_tensor_parallel_region};
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
 use crate::topology::shard_range;
+use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::{Int, Tensor};
 use std::ops::Range;
 
 /// Configuration of a [`VocabParallelEmbedding`].
-#[derive(Debug, Clone)]
+#[derive(Config, Debug)]
 pub struct VocabParallelEmbeddingConfig {
     /// Entries that mean something.
     pub vocab_size: usize,
@@ -18,25 +19,11 @@ pub struct VocabParallelEmbeddingConfig {
     pub padded_vocab_size: usize,
     pub hidden_size: usize,
     /// Standard deviation of the initial weights.
+    #[config(default = "DEFAULT_INIT_STD")]
     pub init_std: f64,
 }
 
 impl VocabParallelEmbeddingConfig {
-    /// A table of `vocab_size` entries, padded to `padded_vocab_size`.
-    pub fn new(vocab_size: usize, padded_vocab_size: usize, hidden_size: usize) -> Self {
-        VocabParallelEmbeddingConfig {
-            vocab_size,
-            padded_vocab_size,
-            hidden_size,
-            init_std: DEFAULT_INIT_STD,
-        }
-    }
-
-    /// Sets the standard deviation of the initial weights.
-    pub fn with_init_std(self, init_std: f64) -> Self {
-        Self { init_std, ..self }
-    }
-
     /// The rank's part of the table.
     ///
     /// # Panics
@@ -103,11 +90,12 @@ impl VocabParallelEmbedding {
 }
 
 /// Configuration of a [`PositionEmbedding`].
-#[derive(Debug, Clone)]
+#[derive(Config, Debug)]
 pub struct PositionEmbeddingConfig {
     pub max_position_embeddings: usize,
     pub hidden_size: usize,
     /// Standard deviation of the initial weights.
+    #[config(default = "DEFAULT_INIT_STD")]
     pub init_std: f64,
 }
 

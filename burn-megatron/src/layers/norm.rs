@@ -3,30 +3,20 @@
 use super::block::Sublayer;
 use crate::autograd::layer_norm;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
+use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 /// Configuration of a [`LayerNorm`].
-#[derive(Debug, Clone)]
+#[derive(Config, Debug)]
 pub struct LayerNormConfig {
     pub hidden_size: usize,
+    /// Added to the variance.
+    #[config(default = 1e-5)]
     pub epsilon: f64,
 }
 
 impl LayerNormConfig {
-    /// With Megatron's default epsilon, 1e-5.
-    pub fn new(hidden_size: usize) -> Self {
-        LayerNormConfig {
-            hidden_size,
-            epsilon: 1e-5,
-        }
-    }
-
-    /// Sets epsilon.
-    pub fn with_epsilon(self, epsilon: f64) -> Self {
-        Self { epsilon, ..self }
-    }
-
     /// The layer, whole on every rank.
     pub fn init(&self, builder: &ParallelBuilder) -> LayerNorm {
         let param = |init| builder.param(ParamSpec::replicated([self.hidden_size], init));

@@ -6,64 +6,31 @@ use crate::autograd::{
 };
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
+use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 /// Configuration of a [`RowParallelLinear`].
-#[derive(Debug, Clone)]
+#[derive(Config, Debug)]
 pub struct RowParallelLinearConfig {
     /// Over all ranks; a multiple of `t`.
     pub input_size: usize,
     pub output_size: usize,
+    #[config(default = true)]
     pub bias: bool,
     /// The input is already split, as a [`ColumnParallelLinear`](super::ColumnParallelLinear)
     /// leaves it; otherwise it is the whole, and each rank takes its part.
+    #[config(default = true)]
     pub input_is_parallel: bool,
     /// Return the bias beside the output instead of adding it, for a consumer that fuses the sum.
+    #[config(default = false)]
     pub skip_bias_add: bool,
     /// Standard deviation of the initial weights.
+    #[config(default = "DEFAULT_INIT_STD")]
     pub init_std: f64,
 }
 
 impl RowParallelLinearConfig {
-    /// With bias, its input already split.
-    pub fn new(input_size: usize, output_size: usize) -> Self {
-        RowParallelLinearConfig {
-            input_size,
-            output_size,
-            bias: true,
-            input_is_parallel: true,
-            skip_bias_add: false,
-            init_std: DEFAULT_INIT_STD,
-        }
-    }
-
-    /// Sets whether there is a bias.
-    pub fn with_bias(self, bias: bool) -> Self {
-        Self { bias, ..self }
-    }
-
-    /// Sets whether the input is already split.
-    pub fn with_input_is_parallel(self, input_is_parallel: bool) -> Self {
-        Self {
-            input_is_parallel,
-            ..self
-        }
-    }
-
-    /// Sets whether the bias is returned instead of added.
-    pub fn with_skip_bias_add(self, skip_bias_add: bool) -> Self {
-        Self {
-            skip_bias_add,
-            ..self
-        }
-    }
-
-    /// Sets the standard deviation of the initial weights.
-    pub fn with_init_std(self, init_std: f64) -> Self {
-        Self { init_std, ..self }
-    }
-
     /// The rank's part of the layer.
     ///
     /// # Panics

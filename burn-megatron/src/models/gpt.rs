@@ -110,16 +110,13 @@ impl GptModelConfig {
             VocabParallelEmbeddingConfig::new(self.vocab_size, self.padded_vocab_size, h)
                 .with_init_std(init_std)
                 .init(builder);
-        let position_embeddings = PositionEmbeddingConfig {
-            max_position_embeddings: self.max_position_embeddings,
-            hidden_size: h,
-            init_std,
-        };
+        let position_embeddings =
+            PositionEmbeddingConfig::new(self.max_position_embeddings, h).with_init_std(init_std);
         let output_layer = || {
             ColumnParallelLinearConfig::new(h, self.padded_vocab_size)
                 .with_bias(false)
                 .with_init_std(init_std)
-                .with_unpadded_rows(self.vocab_size)
+                .with_unpadded_rows(Some(self.vocab_size))
                 .init(builder)
         };
         GptModel {

@@ -5,8 +5,8 @@ use super::ParamRecord;
 use crate::comm::Communicator;
 use crate::error::{Error, ErrorKind, Result};
 use memmap2::Mmap;
-use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
+use safetensors::{SafeTensorError, SafeTensors};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -125,8 +125,14 @@ pub(super) fn save(
         TensorView::new(Dtype::F32, shape, bytes).map(|view| (param.name.as_str(), view))
     });
     let views = views.collect::<Result<Vec<_>, _>>();
-    let written = views.and_then(|views| safetensors::serialize_to_file(views, None, path));
-    written.map_err(|e| Error::data(path, None, format!("not written: {e}")))
+    // Written aside: whoever finds a file of this name finds it whole.
+    let aside = path.with_added_extension("tmp");
+    let written = views.and_then(|views| safetensors::serialize_to_file(views, None, &aside));
+    written.map_err(|error| match error {
+        SafeTensorError::IoError(source) => Error::io(&aside, source),
+        other => Error::io(&aside, std::io::Error::other(other)),
+    })?;
+    std::fs::rename(&aside, path).map_err(|e| Error::io(path, e))
 }
 
 /// The bytes (little endian f32) of the whole parameter.
