@@ -9,13 +9,13 @@ use clap::Args;
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
-    /// Transformer layers
+    /// Transformer layers [default: 4]
     #[arg(long, value_name = "N")]
     num_layers: Option<usize>,
-    /// Width of the residual stream; a multiple of the attention heads
+    /// Width of the residual stream; a multiple of the attention heads [default: 128]
     #[arg(long, value_name = "N")]
     hidden_size: Option<usize>,
-    /// Attention heads; each is hidden size / heads wide
+    /// Attention heads; each is hidden size / heads wide [default: 4]
     #[arg(long, value_name = "N")]
     num_attention_heads: Option<usize>,
     /// Inner width of the MLP [default: 4 x hidden size]

@@ -10,16 +10,17 @@ use std::path::PathBuf;
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Training")]
 pub struct TrainingArgs {
-    /// Tokens of a sample
+    /// Tokens of a sample [default: 128]
     #[arg(long, value_name = "N")]
     seq_length: Option<usize>,
-    /// Samples of one forward and backward pass on one rank
+    /// Samples of one forward and backward pass on one rank [default: 1]
     #[arg(long, value_name = "N")]
     micro_batch_size: Option<usize>,
     /// Samples of one optimizer step over all ranks; a multiple of micro batch x data-parallel size
+    /// [default: 8]
     #[arg(long, value_name = "N")]
     global_batch_size: Option<usize>,
-    /// Optimizer steps to take
+    /// Optimizer steps to take [default: 100]
     #[arg(long, value_name = "N")]
     train_iters: Option<usize>,
     /// Seed of the initial weights and of the order of the data [default: 1234]
@@ -69,17 +70,18 @@ impl TrainingArgs {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Optimizer")]
 pub struct OptimizerArgs {
-    /// Highest learning rate, reached after the warm-up
+    /// Highest learning rate, reached after the warm-up [default: 1e-3]
     #[arg(long, value_name = "X")]
     lr: Option<f64>,
     /// Learning rate at the end of the decay, and the least from then on [default: 0]
     #[arg(long, value_name = "X")]
     min_lr: Option<f64>,
     /// How the rate falls after the warm-up: constant, linear, cosine or inverse-square-root
+    /// [default: linear]
     #[arg(long, value_name = "STYLE", value_parser = by_name::<LrDecayStyle>)]
     lr_decay_style: Option<LrDecayStyle>,
     /// Steps over which the rate rises linearly from its initial value; the first one runs with
-    /// that value, as in Megatron
+    /// that value, as in Megatron [default: 0]
     #[arg(long, value_name = "N")]
     lr_warmup_iters: Option<u64>,
     /// Step at which the rate reaches its minimum [default: the last one]

@@ -118,10 +118,7 @@ impl<M: Module> ShardedModel<M> {
     ///
     /// # Panics
     /// If `flat` is not as long as the parameters.
-    pub fn set_values(&mut self, flat: &[f32])
-    where
-        M: Clone,
-    {
+    pub fn set_values(&mut self, flat: &[f32]) {
         assert_eq!(
             flat.len(),
             self.num_elements(),
