@@ -87,41 +87,38 @@ pub fn run_ranks<T: Send>(
     let contexts = contexts(&world, grid);
     let cores = thread::available_parallelism().map_or(1, |n| n.get());
     let first = Mutex::new(None::<Error>);
-    let run = |context: &RankContext| {
-        let outcome = in_pool((cores / size).max(1), || f(context));
-        outcome.map_err(|failure| {
-            let rank = context.rank;
-            let error = failure.into_error(rank);
-            // In this order: the error to be returned is that of the rank the others will name.
-            let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
-            world.fail(rank, &error.to_string());
-            first.get_or_insert(error);
-        })
+    let fail = |rank: usize, error: Error| {
+        // In this order: the error to be returned is that of the rank the others will name.
+        let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
+        world.fail(rank, &error.to_string());
+        first.get_or_insert(error);
     };
-    let outcomes: Vec<Result<T, ()>> = thread::scope(|scope| {
-        let handles: Vec<_> = contexts
-            .iter()
-            .map(|context| {
-                thread::Builder::new()
-                    .name(format!("rank {}", context.rank))
-                    .spawn_scoped(scope, || run(context))
-            })
-            .collect();
-        handles
-            .into_iter()
-            .map(|handle| match handle.map(|h| h.join()) {
-                Ok(Ok(outcome)) => outcome,
-                _ => Err(()),
-            })
+    let run = &|context: &RankContext| {
+        let outcome = in_pool(context.rank, (cores / size).max(1), || f(context));
+        let failed = |failure: Failure| fail(context.rank, failure.into_error(context.rank));
+        outcome.map_err(failed).ok()
+    };
+    let outcomes: Option<Vec<T>> = thread::scope(|scope| {
+        let start = |context| {
+            let spawned = thread::Builder::new().spawn_scoped(scope, move || run(context));
+            // The ranks that did start must not wait for this one.
+            let failed = |e| {
+                fail(
+                    context.rank,
+                    rank_failed(context.rank, format!("did not start: {e}")),
+                )
+            };
+            spawned.map_err(failed).ok()
+        };
+        let handles: Vec<_> = contexts.iter().map(start).collect();
+        (handles.into_iter())
+            .map(|handle| handle?.join().ok().flatten())
             .collect()
     });
-    match outcomes.into_iter().collect() {
-        Ok(results) => Ok(results),
-        Err(()) => {
-            let first = first.into_inner().unwrap_or_else(PoisonError::into_inner);
-            Err(first.unwrap_or_else(|| rank_failed(0, "its thread could not be started".into())))
-        }
-    }
+    outcomes.ok_or_else(|| {
+        let first = first.into_inner().unwrap_or_else(PoisonError::into_inner);
+        first.unwrap_or_else(|| rank_failed(0, "ended without a word".into()))
+    })
 }
 
 /// Every rank's context: the groups of each axis, joined in one place.
@@ -179,16 +176,18 @@ fn rank_failed(rank: usize, reason: String) -> Error {
     ErrorKind::Rank { rank, reason }.into()
 }
 
-/// Runs `f` inside a thread pool of `threads` threads and catches its panics.
+/// Runs `f` inside a rank's own thread pool of `threads` threads and catches its panics.
 fn in_pool<T: Send>(
+    rank: usize,
     threads: usize,
     f: impl FnOnce() -> Result<T> + Send,
 ) -> std::result::Result<T, Failure> {
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
+        .thread_name(move |_| format!("rank {rank}"))
         .stack_size(STACK_BYTES)
         .build()
-        .map_err(|e| Failure::Error(rank_failed(0, format!("no thread pool: {e}"))))?;
+        .map_err(|e| Failure::Error(rank_failed(rank, format!("has no thread pool: {e}"))))?;
     // A rank that unwinds is never resumed: only its failure is reported.
     match catch_unwind(AssertUnwindSafe(|| pool.install(f))) {
         Ok(outcome) => outcome.map_err(Failure::Error),
