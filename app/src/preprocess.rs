@@ -33,7 +33,7 @@ pub fn run(args: &PreprocessArgs) -> Result<ExitCode> {
         let next = "correct that line, or leave such lines out with --skip-bad-lines";
         Failure::bad_line(error, next)
     })?;
-    println!("{}", totals(args, &report));
+    println!("{}", totals(&config, &report));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -56,21 +56,15 @@ fn speed(progress: &Progress, elapsed: Duration) -> String {
     )
 }
 
-fn totals(args: &PreprocessArgs, report: &Report) -> String {
+fn totals(config: &PreprocessConfig, report: &Report) -> String {
     let skipped = match report.skipped_lines {
         0 => String::new(),
         1 => ", 1 bad line skipped".into(),
         n => format!(", {} bad lines skipped", grouped(n)),
     };
-    let files: Vec<String> = args
-        .json_keys
-        .iter()
-        .map(|key| {
-            format!(
-                "{}_{key}_document.{{bin,idx}}",
-                args.output_prefix.display()
-            )
-        })
+    let files = config.json_keys.iter().map(|key| config.output(key));
+    let files: Vec<String> = files
+        .map(|prefix| format!("{}.{{bin,idx}}", prefix.display()))
         .collect();
     format!(
         "{} documents, {} tokens{skipped} in {} ({} tokens/s): {}",

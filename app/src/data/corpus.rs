@@ -1,13 +1,13 @@
 //! `--data-path`: Megatron datasets, split, sampled and blended as Megatron does.
 
 use super::reader::Reader;
-use super::{BatchSource, Share, tokenise};
+use super::{BatchSource, tokenise};
 use crate::config::RunConfig;
 use crate::error::{Failure, Result};
 use crate::train::intervals;
 use burn_megatron::data::{
-    BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, Split, SplitRanges,
-    TokenDataset, Tokenizer,
+    BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, SamplerConfig, Split,
+    SplitRanges, TokenDataset, Tokenizer,
 };
 use burn_megatron::{Error, Violation};
 use std::fs::File;
@@ -99,12 +99,15 @@ impl Corpus {
     }
 
     /// The training batches of one data-parallel rank.
-    pub fn train(&self, share: Share) -> burn_megatron::Result<Box<dyn BatchSource>> {
+    pub fn train(&self, share: SamplerConfig) -> burn_megatron::Result<Box<dyn BatchSource>> {
         self.source(&self.train, share, self.train_iters)
     }
 
     /// The validation batches of one data-parallel rank, where there are any.
-    pub fn valid(&self, share: Share) -> burn_megatron::Result<Option<Box<dyn BatchSource>>> {
+    pub fn valid(
+        &self,
+        share: SamplerConfig,
+    ) -> burn_megatron::Result<Option<Box<dyn BatchSource>>> {
         let valid = self.valid.as_ref();
         valid
             .map(|valid| self.source(valid, share, self.evaluations))
@@ -114,7 +117,7 @@ impl Corpus {
     fn source(
         &self,
         dataset: &Arc<dyn TokenDataset>,
-        share: Share,
+        share: SamplerConfig,
         steps: usize,
     ) -> burn_megatron::Result<Box<dyn BatchSource>> {
         let reader = Reader::new(dataset.clone(), share)?;

@@ -1,9 +1,7 @@
 //! One data-parallel rank's way through a dataset.
 
-use super::{BatchSource, Share};
-use burn_megatron::data::{
-    Prefetch, Sample, Sampler, SamplerConfig, SamplerPosition, TokenDataset,
-};
+use super::BatchSource;
+use burn_megatron::data::{Prefetch, Sample, Sampler, SamplerConfig, TokenDataset};
 use burn_megatron::train::MicroBatch;
 use burn_megatron::{Error, Result};
 use std::sync::Arc;
@@ -12,22 +10,14 @@ use std::sync::Arc;
 pub struct Reader {
     dataset: Arc<dyn TokenDataset>,
     sampler: Sampler,
-    global_batch_size: u64,
 }
 
 impl Reader {
-    /// A reader of what data-parallel rank `share.rank` takes of each global batch.
-    pub fn new(dataset: Arc<dyn TokenDataset>, share: Share) -> Result<Self> {
-        let config = SamplerConfig {
-            micro_batch_size: share.micro_batch_size,
-            global_batch_size: share.global_batch_size,
-            data_parallel_size: share.ranks,
-            data_parallel_rank: share.rank,
-        };
+    /// A reader of what a data-parallel rank takes of each global batch.
+    pub fn new(dataset: Arc<dyn TokenDataset>, config: SamplerConfig) -> Result<Self> {
         Ok(Reader {
             sampler: Sampler::new(config, dataset.len() as u64)?,
             dataset,
-            global_batch_size: share.global_batch_size as u64,
         })
     }
 
@@ -48,9 +38,7 @@ impl Reader {
     }
 
     fn read(&self, step: u64) -> Result<Vec<MicroBatch>> {
-        let position = SamplerPosition {
-            consumed_samples: step * self.global_batch_size,
-        };
+        let position = self.sampler.at_step(step);
         (0..self.sampler.num_microbatches())
             .map(|i| {
                 let samples = self.sampler.samples(position, i)?;

@@ -1,7 +1,8 @@
 //! `--token-batches`: the run's batches, ready made, in one safetensors file.
 
-use super::{BatchSource, Share};
+use super::BatchSource;
 use crate::error::{Failure, Result};
+use burn_megatron::data::{Sampler, SamplerConfig};
 use burn_megatron::train::MicroBatch;
 use burn_megatron::{Error, Violation};
 use memmap2::Mmap;
@@ -104,8 +105,9 @@ impl TokenBatches {
         }
     }
 
-    fn micro_batch(&self, step: usize, samples: Range<usize>) -> MicroBatch {
-        let rows = step * self.samples + samples.start..step * self.samples + samples.end;
+    /// Samples by number over all steps.
+    fn micro_batch(&self, samples: Range<u64>) -> MicroBatch {
+        let rows = samples.start as usize..samples.end as usize;
         let width = self.seq_length + 1;
         let tokens = (rows.start * width..rows.end * width).map(|at| self.token(at));
         let mask = self.loss_mask.as_ref().map(|mask| {
@@ -221,9 +223,25 @@ fn misfit(path: &Path, problems: &[Violation]) -> Failure {
 
 /// One data-parallel rank's way through the batches.
 pub struct Cursor {
-    pub batches: Arc<TokenBatches>,
-    pub share: Share,
-    pub step: usize,
+    batches: Arc<TokenBatches>,
+    sampler: Sampler,
+    step: usize,
+}
+
+impl Cursor {
+    /// What a data-parallel rank takes of each global batch, from step `step` on.
+    pub fn new(
+        batches: Arc<TokenBatches>,
+        share: SamplerConfig,
+        step: usize,
+    ) -> burn_megatron::Result<Self> {
+        let samples = (batches.steps * batches.samples) as u64;
+        Ok(Cursor {
+            sampler: Sampler::new(share, samples)?,
+            batches,
+            step,
+        })
+    }
 }
 
 impl BatchSource for Cursor {
@@ -234,10 +252,13 @@ impl BatchSource for Cursor {
             return Err(Error::data(&self.batches.path, None, reason));
         }
         self.step += 1;
-        let micro_batches = self.share.micro_batches();
-        Ok(micro_batches
-            .map(|samples| self.batches.micro_batch(step, samples))
-            .collect())
+        let position = self.sampler.at_step(step as u64);
+        (0..self.sampler.num_microbatches())
+            .map(|i| {
+                let samples = self.sampler.samples(position, i)?;
+                Ok(self.batches.micro_batch(samples))
+            })
+            .collect()
     }
 }
 
@@ -267,17 +288,13 @@ mod tests {
         let path = dir.path().join("b.safetensors");
         write(&path, 0);
         let batches = Arc::new(TokenBatches::open(&path, WANTED).unwrap());
-        let share = Share {
-            rank: 1,
-            ranks: 2,
+        let share = SamplerConfig {
+            data_parallel_rank: 1,
+            data_parallel_size: 2,
             micro_batch_size: 1,
             global_batch_size: 4,
         };
-        let mut cursor = Cursor {
-            batches,
-            share,
-            step: 1,
-        };
+        let mut cursor = Cursor::new(batches, share, 1).unwrap();
         let taken = cursor.next().unwrap();
         let tokens: Vec<_> = taken.into_iter().map(|batch| batch.tokens).collect();
         assert_eq!(tokens, [[15, 16, 17], [21, 22, 23]]);

@@ -6,6 +6,9 @@ use burn_megatron::data::{PreprocessConfig, Tokenizer, preprocess};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+/// Megatron's default key.
+const KEY: &str = "text";
+
 /// Tokenises the key `text` of `input` and gives the prefix of the files made.
 pub fn run(input: &Path, tokenizer: &Tokenizer, run_dir: &Path) -> Result<PathBuf> {
     let folder = run_dir.join("data");
@@ -14,8 +17,8 @@ pub fn run(input: &Path, tokenizer: &Tokenizer, run_dir: &Path) -> Result<PathBu
     let output_prefix = free_prefix(&folder, &stem);
     let config = PreprocessConfig {
         input: input.to_path_buf(),
-        output_prefix: output_prefix.clone(),
-        json_keys: vec!["text".into()],
+        output_prefix,
+        json_keys: vec![KEY.into()],
         append_eod: true,
         workers: std::thread::available_parallelism().map_or(1, |n| n.get()),
         skip_bad_lines: false,
@@ -25,7 +28,7 @@ pub fn run(input: &Path, tokenizer: &Tokenizer, run_dir: &Path) -> Result<PathBu
                     --skip-bad-lines";
         Failure::bad_line(error, next)
     })?;
-    let prefix = PathBuf::from(format!("{}_text_document", output_prefix.display()));
+    let prefix = config.output(KEY);
     println!(
         "tokenised {} into {}: {} documents, {} tokens",
         input.display(),

@@ -2,10 +2,10 @@
 
 use super::rank::intervals;
 use crate::config::{RunConfig, TokenizerType};
-use crate::data::{self, Corpus, RunData, Share, TokenBatches, Wanted};
+use crate::data::{self, Corpus, RunData, TokenBatches, Wanted};
 use crate::error::{Failure, Result};
 use crate::units::timestamp;
-use burn_megatron::data::Tokenizer;
+use burn_megatron::data::{SamplerConfig, Tokenizer};
 use burn_megatron::shard::FullWeights;
 use burn_megatron::train::{ResolvedConfig, Sampling};
 use burn_megatron::{Error, ErrorKind, Violation};
@@ -86,10 +86,10 @@ impl Plan {
     }
 
     /// What data-parallel rank `rank` reads.
-    pub fn share(&self, rank: usize) -> Share {
-        Share {
-            rank,
-            ranks: self.resolved.layout().dp,
+    pub fn share(&self, rank: usize) -> SamplerConfig {
+        SamplerConfig {
+            data_parallel_rank: rank,
+            data_parallel_size: self.resolved.layout().dp,
             micro_batch_size: self.config.training.micro_batch_size,
             global_batch_size: self.config.training.global_batch_size,
         }

@@ -5,7 +5,7 @@
 //! padding rows are masked, so that the loss does not depend on tp (Megatron-LM #1754, #1736), and
 //! label smoothing averages over all `K` entries instead of the rank's own.
 
-use super::{ParallelOps, to_host};
+use super::{ParallelOps, read_sync, to_host};
 use crate::comm::{CommRef, ReduceOp, raise};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -136,11 +136,8 @@ fn padding_bias<B: Backend>(shard: &VocabShard, device: &B::Device) -> Option<Fl
 
 /// Each target's column on this rank (0 where another rank owns it), and 1.0 where it is owned.
 fn local_targets<B: Backend>(target: IntTensor<B>, shard: &VocabShard) -> (Vec<i64>, Vec<f32>) {
-    let read = burn::backend::try_read_sync(B::int_into_data(target));
-    let data = read
-        .expect("the device supports synchronous reads")
-        .expect("the device returns its data");
-    data.iter::<i64>()
+    read_sync(B::int_into_data(target))
+        .iter::<i64>()
         .map(|id| {
             let owned = id >= shard.rows.start as i64 && id < shard.rows.end as i64;
             if owned {

@@ -22,7 +22,8 @@ pub use mappings::*;
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Autodiff, Backend, Flex, backend_extension};
+use burn::backend::{Autodiff, Backend, ExecutionError, Flex, backend_extension};
+use burn::tensor::TensorData;
 
 /// The operations of this module as an extension of Burn's backends.
 ///
@@ -118,8 +119,13 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
 }
 
 /// Reads a float tensor back to the host, as contiguous data.
-pub(crate) fn to_host<B: Backend>(x: FloatTensor<B>) -> burn::tensor::TensorData {
-    let read = burn::backend::try_read_sync(B::float_into_data(x));
-    read.expect("the device supports synchronous reads")
+fn to_host<B: Backend>(x: FloatTensor<B>) -> TensorData {
+    read_sync(B::float_into_data(x))
+}
+
+/// Waits for a device's answer to a read.
+fn read_sync(read: impl Future<Output = Result<TensorData, ExecutionError>> + Send) -> TensorData {
+    burn::backend::try_read_sync(read)
+        .expect("the device supports synchronous reads")
         .expect("the device returns its data")
 }

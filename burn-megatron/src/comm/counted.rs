@@ -103,6 +103,10 @@ impl Counted {
     /// Wraps `inner`; the accounts stay readable through the second value.
     pub fn wrap(inner: CommRef) -> (CommRef, Arc<Accounts>) {
         let accounts = Arc::new(Accounts::default());
+        if inner.size() == 1 {
+            // Nothing leaves the rank: there is nothing to count.
+            return (inner, accounts);
+        }
         let counted = Counted {
             inner,
             accounts: accounts.clone(),
@@ -113,10 +117,6 @@ impl Counted {
     fn count(&self, of: Collective, bytes: usize, call: impl FnOnce() -> Result<()>) -> Result<()> {
         let start = Instant::now();
         call()?;
-        if self.size() == 1 {
-            // Nothing left the rank.
-            return Ok(());
-        }
         let cell = &self.accounts.0[of as usize];
         cell.calls.fetch_add(1, Relaxed);
         cell.bytes.fetch_add(bytes as u64, Relaxed);

@@ -10,7 +10,7 @@ mod pipeline;
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use super::indexed::{DType, IndexedDatasetWriter};
@@ -97,7 +97,7 @@ fn preprocess_by(
     let mut writers = config
         .json_keys
         .iter()
-        .map(|key| IndexedDatasetWriter::create(output(&config.output_prefix, key), dtype))
+        .map(|key| IndexedDatasetWriter::create(config.output(key), dtype))
         .collect::<Result<Vec<_>>>()?;
 
     let mut done = Progress {
@@ -142,14 +142,14 @@ fn preprocess_by(
     })
 }
 
-/// `P_{key}_document`, the prefix of a key's two files.
-fn output(prefix: &Path, key: &str) -> PathBuf {
-    let mut name = OsString::from(prefix);
-    name.push(format!("_{key}_document"));
-    name.into()
-}
-
 impl PreprocessConfig {
+    /// `P_{key}_document`: where a key's `.bin` and `.idx` go, less their endings.
+    pub fn output(&self, key: &str) -> PathBuf {
+        let mut name = OsString::from(&self.output_prefix);
+        name.push(format!("_{key}_document"));
+        name.into()
+    }
+
     fn validate(&self, tokenizer: &Tokenizer) -> Result<()> {
         let mut violations = Vec::new();
         let mut require = |holds: bool, rule: &str, nearest: &str| {
@@ -191,6 +191,7 @@ mod tests {
     use crate::data::IndexedDataset;
     use crate::data::fixtures;
     use crate::data::tokenizer::TokenizerConfig;
+    use std::path::Path;
 
     fn gpt2() -> Tokenizer {
         Tokenizer::new(&TokenizerConfig::GPT2BPETokenizer {

@@ -124,6 +124,13 @@ impl Sampler {
         Ok(start..start + b as u64)
     }
 
+    /// The position at which step `step` of a run, from 0, starts.
+    pub fn at_step(&self, step: u64) -> SamplerPosition {
+        SamplerPosition {
+            consumed_samples: step.saturating_mul(self.config.global_batch_size as u64),
+        }
+    }
+
     /// The position after a step that starts at `position`.
     pub fn advance(&self, position: SamplerPosition) -> SamplerPosition {
         SamplerPosition {

@@ -3,7 +3,7 @@
 use super::{DEFAULT_INIT_STD, add_bias};
 use crate::autograd::{copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, linear};
 use crate::comm::CommRef;
-use crate::shard::{Init, ParallelBuilder, ParamSpec};
+use crate::shard::{Init, ParallelBuilder};
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
@@ -36,10 +36,8 @@ impl ColumnParallelLinearConfig {
     /// If `output_size` is not a multiple of `t`.
     pub fn init(&self, builder: &ParallelBuilder) -> ColumnParallelLinear {
         let split = |shape: Vec<usize>, init| {
-            let place = (builder.tp().rank(), builder.tp().size());
-            let mut spec = ParamSpec::split(shape, 0, place, init);
-            spec.unpadded_rows = self.unpadded_rows;
-            spec
+            let spec = builder.split(shape, 0, init);
+            spec.with_unpadded_rows(self.unpadded_rows)
         };
         let init = Init::Normal { std: self.init_std };
         let weight = split(vec![self.output_size, self.input_size], init);

@@ -29,16 +29,14 @@ impl VocabParallelEmbeddingConfig {
     /// # Panics
     /// If `padded_vocab_size` is not a multiple of `t`.
     pub fn init(&self, builder: &ParallelBuilder) -> VocabParallelEmbedding {
-        let (rank, size) = (builder.tp().rank(), builder.tp().size());
+        let tp = builder.tp();
         let init = Init::Normal { std: self.init_std };
-        let shape = [self.padded_vocab_size, self.hidden_size];
-        let mut spec = ParamSpec::split(shape, 0, (rank, size), init);
-        spec.unpadded_rows = Some(self.vocab_size);
+        let spec = builder.split([self.padded_vocab_size, self.hidden_size], 0, init);
         VocabParallelEmbedding {
-            weight: builder.param(spec),
-            rows: shard_range(self.padded_vocab_size, size, rank),
+            weight: builder.param(spec.with_unpadded_rows(Some(self.vocab_size))),
+            rows: shard_range(self.padded_vocab_size, tp.size(), tp.rank()),
             vocab_size: self.vocab_size,
-            tp: builder.tp().clone(),
+            tp: tp.clone(),
         }
     }
 }

@@ -39,7 +39,7 @@ impl RowParallelLinearConfig {
         let init = Init::Normal { std: self.init_std };
         let bias = || builder.param(ParamSpec::replicated([self.output_size], Init::Zeros));
         RowParallelLinear {
-            weight: builder.split_param([self.output_size, self.input_size], 1, init),
+            weight: builder.param(builder.split([self.output_size, self.input_size], 1, init)),
             bias: self.bias.then(bias),
             input_is_parallel: self.input_is_parallel,
             skip_bias_add: self.skip_bias_add,

@@ -1,6 +1,6 @@
 //! What a layer is built with: its groups, its device, and the register of its parameters.
 
-use super::{ParamSpec, Sharding};
+use super::{Init, ParamSpec};
 use crate::comm::CommRef;
 use crate::launch::RankContext;
 use burn::module::{Param, ParamId};
@@ -56,25 +56,15 @@ impl ParallelBuilder {
         param
     }
 
-    /// A new parameter that is split along `dim` over the tensor-parallel group.
-    pub fn split_param<const D: usize>(
-        &self,
-        full_shape: [usize; D],
-        dim: usize,
-        init: super::Init,
-    ) -> Param<Tensor<D>> {
+    /// The record of a parameter that is split along `dim` over the tensor-parallel group.
+    pub fn split(&self, full_shape: impl Into<Vec<usize>>, dim: usize, init: Init) -> ParamSpec {
         let place = (self.tp().rank(), self.tp().size());
-        self.param(ParamSpec::split(full_shape, dim, place, init))
+        ParamSpec::split(full_shape, dim, place, init)
     }
 
     /// The declared record of a parameter; `None` for one that was not made by this builder.
     pub(super) fn spec(&self, id: ParamId) -> Option<ParamSpec> {
         let specs = self.specs.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut spec = specs.get(&id).cloned()?;
-        // A split over one rank is no split: the whole is counted and stored as replicated.
-        if matches!(spec.sharding, Sharding::Split { parts: 1, .. }) {
-            spec.sharding = Sharding::Replicated;
-        }
-        Some(spec)
+        specs.get(&id).cloned()
     }
 }

@@ -52,7 +52,8 @@ impl ParamSpec {
         }
     }
 
-    /// A parameter of which rank `index` holds the `index`-th of `parts` parts along `dim`.
+    /// A parameter of which rank `index` holds the `index`-th of `parts` parts along `dim`; with one
+    /// part it is no split, and counted and stored as replicated.
     pub fn split(
         full_shape: impl Into<Vec<usize>>,
         dim: usize,
@@ -60,8 +61,19 @@ impl ParamSpec {
         init: Init,
     ) -> Self {
         ParamSpec {
-            sharding: Sharding::Split { dim, index, parts },
+            sharding: match parts {
+                1 => Sharding::Replicated,
+                _ => Sharding::Split { dim, index, parts },
+            },
             ..ParamSpec::replicated(full_shape, init)
+        }
+    }
+
+    /// Sets how many rows mean something, where the rest is padding of the vocabulary.
+    pub fn with_unpadded_rows(self, unpadded_rows: Option<usize>) -> Self {
+        ParamSpec {
+            unpadded_rows,
+            ..self
         }
     }
 
