@@ -20,6 +20,7 @@ pub mod launch;
 pub mod layers;
 pub mod models;
 pub mod optim;
+pub mod pipeline;
 pub mod prelude;
 pub mod random;
 pub mod shard;

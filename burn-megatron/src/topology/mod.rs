@@ -6,11 +6,13 @@ mod axis;
 mod grid;
 mod nearest;
 mod parallel;
+mod pipeline;
 mod validate;
 mod vocab;
 
 pub use axis::{Axes, Axis};
 pub use grid::{DEFAULT_ORDER, RankGrid};
 pub use parallel::{BatchShape, Layout, ModelShape, ParallelConfig};
+pub use pipeline::{PipelineSchedule, PipelineShape, StageLayers, schedule_violations};
 pub use validate::{unsupported, validate};
 pub use vocab::{padded_vocab_size, shard_range};

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Axis, DEFAULT_ORDER, RankGrid};
+use super::{Axis, DEFAULT_ORDER, PipelineSchedule, PipelineShape, RankGrid, StageLayers};
 
 /// The size of each kind of parallelism, under the names of Megatron's flags.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,6 +14,23 @@ pub struct ParallelConfig {
     pub tensor_model_parallel_size: usize,
     /// Ranks over which the layers are split.
     pub pipeline_model_parallel_size: usize,
+    /// Stages on each pipeline rank, for an interleaved schedule.
+    pub num_virtual_stages_per_pipeline_rank: Option<usize>,
+    /// The same, said as the layers of one stage.
+    pub num_layers_per_virtual_pipeline_stage: Option<usize>,
+    /// The order of forwards and backwards; `1f1b` where not given, `interleaved` with virtual
+    /// stages.
+    pub pipeline_schedule: Option<PipelineSchedule>,
+    /// Micro batches in a row through one virtual stage; the pipeline size where not given.
+    pub microbatch_group_size_per_virtual_pipeline_stage: Option<usize>,
+    /// Layers of the first pipeline rank, where they are not to be an equal share.
+    pub decoder_first_pipeline_num_layers: Option<usize>,
+    /// Layers of the last pipeline rank, likewise.
+    pub decoder_last_pipeline_num_layers: Option<usize>,
+    /// Count the embedding as a layer of the first stage.
+    pub account_for_embedding_in_pipeline_split: bool,
+    /// Count the output layer and the loss as a layer of the last stage.
+    pub account_for_loss_in_pipeline_split: bool,
     /// Ranks over which each sequence is split.
     pub context_parallel_size: usize,
     /// Ranks over which the experts are split.
@@ -31,6 +48,14 @@ impl Default for ParallelConfig {
         ParallelConfig {
             tensor_model_parallel_size: 1,
             pipeline_model_parallel_size: 1,
+            num_virtual_stages_per_pipeline_rank: None,
+            num_layers_per_virtual_pipeline_stage: None,
+            pipeline_schedule: None,
+            microbatch_group_size_per_virtual_pipeline_stage: None,
+            decoder_first_pipeline_num_layers: None,
+            decoder_last_pipeline_num_layers: None,
+            account_for_embedding_in_pipeline_split: false,
+            account_for_loss_in_pipeline_split: false,
             context_parallel_size: 1,
             expert_model_parallel_size: 1,
             sequence_parallel: false,
@@ -69,7 +94,8 @@ pub struct BatchShape {
 
 /// A layout that keeps every rule; made by [`validate`](super::validate).
 ///
-/// Displays as `tp=2 pp=1 dp=2 (world 4)`, with cp and ep where they are above 1.
+/// Displays as `tp=2 pp=1 dp=2 (world 4)`, with the virtual stages, cp and ep where they are
+/// above 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     /// The dense layers' grid: its ep is 1.
@@ -82,12 +108,40 @@ pub struct Layout {
     pub num_microbatches: usize,
     /// The vocabulary's size with padding, a multiple of tp.
     pub padded_vocab_size: usize,
+    /// Every pipeline stage, in pipeline order; `virtual_stages` times pp.
+    pub stages: Vec<StageLayers>,
+    /// Stages on each pipeline rank.
+    pub virtual_stages: usize,
+    pub pipeline_schedule: PipelineSchedule,
+    /// Micro batches in a row through one virtual stage, where not the pipeline size.
+    pub group_size: Option<usize>,
+}
+
+impl Layout {
+    /// What the pipeline's schedule is made for.
+    pub fn pipeline(&self) -> PipelineShape {
+        PipelineShape {
+            ranks: self.grid.sizes().pp,
+            virtual_stages: self.virtual_stages,
+            microbatches: self.num_microbatches,
+            group_size: self.group_size,
+        }
+    }
+
+    /// The stages of one pipeline rank, its chunks in order.
+    pub fn stages_of(&self, pp_rank: usize) -> impl Iterator<Item = &StageLayers> {
+        let pp = self.grid.sizes().pp;
+        self.stages.iter().skip(pp_rank).step_by(pp)
+    }
 }
 
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sizes = self.grid.sizes();
         write!(f, "{}={} {}={}", Axis::Tp, sizes.tp, Axis::Pp, sizes.pp)?;
+        if self.virtual_stages > 1 {
+            write!(f, " v={}", self.virtual_stages)?;
+        }
         for (axis, size) in [(Axis::Cp, sizes.cp), (Axis::Ep, self.ep)] {
             if size > 1 {
                 write!(f, " {axis}={size}")?;
@@ -119,6 +173,10 @@ mod tests {
                 dp: 2,
                 num_microbatches: 1,
                 padded_vocab_size: 256,
+                stages: vec![StageLayers::whole(1)],
+                virtual_stages: 1,
+                pipeline_schedule: PipelineSchedule::default_for(1),
+                group_size: None,
             }
         };
         assert_eq!(layout(1, 1).to_string(), "tp=2 pp=1 dp=2 (world 4)");

@@ -5,8 +5,8 @@
 //! the model, the model is taken as given and the legal values offered are the layout's.
 
 use super::nearest::{divisors, gcd, multiples};
-use super::{Axes, BatchShape, Layout, ModelShape, ParallelConfig, RankGrid};
-use super::{grid, padded_vocab_size};
+use super::{Axes, BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, RankGrid};
+use super::{grid, padded_vocab_size, pipeline, schedule_violations};
 use crate::error::{Error, Result, Violation};
 
 /// The largest value of any size: token ids are 32-bit, and products of two sizes stay exact.
@@ -33,14 +33,21 @@ pub fn validate(
     let mut violations = out_of_range(parallel, model, batch);
     violations.extend(world.violation(parallel));
     violations.extend(grid::parse_order(&sizes, &parallel.order).1);
-    violations.extend(model_rules(parallel, model));
+    violations.extend(model_rules(model));
     violations.extend(tensor_rules(parallel, model, &world));
     violations.extend(batch_rules(batch, &world));
     violations.extend(unsupported(parallel));
+    let (virtual_stages, stages) = match pipeline::stages(parallel, model) {
+        Ok(stages) => stages,
+        Err(broken) => {
+            violations.extend(broken);
+            Default::default()
+        }
+    };
     if !violations.is_empty() {
         return Err(Error::config(violations));
     }
-    Ok(Layout {
+    let layout = Layout {
         grid: RankGrid::new(sizes, &parallel.order)?,
         ep: parallel.expert_model_parallel_size,
         dp: sizes.dp,
@@ -50,13 +57,24 @@ pub fn validate(
             model.make_vocab_size_divisible_by,
             sizes.tp,
         ),
-    })
+        stages,
+        virtual_stages,
+        pipeline_schedule: parallel
+            .pipeline_schedule
+            .unwrap_or(PipelineSchedule::default_for(virtual_stages)),
+        group_size: parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    };
+    // These build on all the others: the micro batches of a step are a whole number.
+    let violations = schedule_violations(layout.pipeline_schedule, &layout.pipeline());
+    match violations.is_empty() {
+        true => Ok(layout),
+        false => Err(Error::config(violations)),
+    }
 }
 
 /// What the configuration asks for that this version does not have.
 pub fn unsupported(parallel: &ParallelConfig) -> Vec<Violation> {
     let sizes = [
-        (parallel.pipeline_model_parallel_size, "pipeline"),
         (parallel.context_parallel_size, "context"),
         (parallel.expert_model_parallel_size, "expert"),
     ];
@@ -170,8 +188,8 @@ fn out_of_range(
     outside.map(violation).collect()
 }
 
-/// Rules within the model, and between its layers and the pipeline.
-fn model_rules(parallel: &ParallelConfig, model: &ModelShape) -> Vec<Violation> {
+/// Rules within the model.
+fn model_rules(model: &ModelShape) -> Vec<Violation> {
     let mut violations = Vec::new();
     let (heads, groups) = (model.num_attention_heads, model.num_query_groups);
     if !divides(heads, model.hidden_size) {
@@ -194,13 +212,6 @@ fn model_rules(parallel: &ParallelConfig, model: &ModelShape) -> Vec<Violation> 
         violations.push(Violation {
             rule: format!("seq_length {seq} must be at most max_position_embeddings {positions}"),
             nearest: vec![positions.to_string()],
-        });
-    }
-    let (layers, pp) = (model.num_layers, parallel.pipeline_model_parallel_size);
-    if !divides(pp, layers) {
-        violations.push(Violation {
-            rule: format!("pipeline_model_parallel_size {pp} must divide num_layers {layers}"),
-            nearest: divisors(pp, layers),
         });
     }
     violations
@@ -350,6 +361,7 @@ mod tests {
             sequence_parallel: true,
             world_size: Some(40),
             order: "tp-pp".into(),
+            ..ParallelConfig::default()
         };
         let model = ModelShape {
             hidden_size: 100,
@@ -380,17 +392,16 @@ mod tests {
                  108",
                 "num_query_groups 8 must divide num_attention_heads 12; nearest legal: 6, 12",
                 "seq_length 33 must be at most max_position_embeddings 32; nearest legal: 32",
-                "pipeline_model_parallel_size 3 must divide num_layers 4; nearest legal: 2, 4",
                 "tensor_model_parallel_size 5 must divide num_attention_heads 12; nearest legal: 1",
                 "tensor_model_parallel_size 5 must divide num_query_groups 8; nearest legal: 1",
                 "tensor_model_parallel_size 5 must divide ffn_hidden_size 384; nearest legal: 1",
                 "tensor_model_parallel_size 5 must divide seq_length 33; nearest legal: 1",
                 "global_batch_size 8 must be a multiple of micro_batch_size 3 times the \
                  data-parallel size 1; nearest legal: 6, 9",
-                "pipeline parallelism is not available in this version; nearest legal: 1",
                 "context parallelism is not available in this version; nearest legal: 1",
                 "expert parallelism is not available in this version; nearest legal: 1",
                 "sequence parallelism is not available in this version; nearest legal: false",
+                "pipeline_model_parallel_size 3 must divide num_layers 4; nearest legal: 2, 4",
             ]
         );
     }

@@ -1,0 +1,569 @@
+//! How the layers divide into pipeline stages, and which schedules a pipeline can run.
+//!
+//! Megatron-LM's `transformer_block.py` (`get_num_layers_to_build`) and `validate_args`.
+
+use super::nearest::{divisors, multiples};
+use super::{ModelShape, ParallelConfig};
+use crate::error::Violation;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::ops::Range;
+
+/// The most stages of a pipeline: far above any machine, and little memory.
+const MAX_STAGES: usize = 1 << 16;
+
+/// The order in which a pipeline runs its micro batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PipelineSchedule {
+    /// Every forward, then every backward: holds all micro batches at once.
+    #[serde(rename = "gpipe")]
+    GPipe,
+    /// One forward, one backward: holds at most as many micro batches as there are ranks.
+    #[serde(rename = "1f1b")]
+    OneForwardOneBackward,
+    /// 1F1B with several stages on each rank: a smaller bubble, more messages.
+    #[serde(rename = "interleaved")]
+    Interleaved,
+}
+
+impl PipelineSchedule {
+    /// The schedule of a pipeline with `virtual_stages` on each rank, unless told otherwise.
+    pub fn default_for(virtual_stages: usize) -> Self {
+        match virtual_stages {
+            1 => PipelineSchedule::OneForwardOneBackward,
+            _ => PipelineSchedule::Interleaved,
+        }
+    }
+}
+
+impl fmt::Display for PipelineSchedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PipelineSchedule::GPipe => "gpipe",
+            PipelineSchedule::OneForwardOneBackward => "1f1b",
+            PipelineSchedule::Interleaved => "interleaved",
+        })
+    }
+}
+
+/// What a schedule is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PipelineShape {
+    /// Pipeline ranks (`p`).
+    pub ranks: usize,
+    /// Stages on each rank (`v`), called its chunks. Stage `s` is chunk `s / p` of rank `s % p`.
+    pub virtual_stages: usize,
+    /// Micro batches of a step (`m`).
+    pub microbatches: usize,
+    /// Micro batches that a chunk runs in a row before the next chunk's turn; `p` where not given.
+    pub group_size: Option<usize>,
+}
+
+impl PipelineShape {
+    /// `p` ranks with one stage each.
+    pub fn new(ranks: usize, microbatches: usize) -> Self {
+        PipelineShape {
+            ranks,
+            virtual_stages: 1,
+            microbatches,
+            group_size: None,
+        }
+    }
+
+    /// The same with `virtual_stages` on each rank.
+    pub fn with_virtual_stages(self, virtual_stages: usize) -> Self {
+        PipelineShape {
+            virtual_stages,
+            ..self
+        }
+    }
+
+    /// Stages of the whole pipeline.
+    pub fn num_stages(&self) -> usize {
+        self.ranks * self.virtual_stages
+    }
+
+    /// Micro batches that a chunk runs in a row.
+    pub fn group_size(&self) -> usize {
+        self.group_size.unwrap_or(self.ranks)
+    }
+}
+
+/// What `schedule` cannot run of `shape`: Megatron's rules for interleaving.
+pub fn schedule_violations(schedule: PipelineSchedule, shape: &PipelineShape) -> Vec<Violation> {
+    let PipelineShape {
+        ranks: p,
+        virtual_stages: v,
+        microbatches: m,
+        ..
+    } = *shape;
+    let mut violations = Vec::new();
+    for (name, size) in [("ranks", p), ("virtual stages", v), ("micro batches", m)] {
+        if size == 0 {
+            let rule = format!("a pipeline has at least 1 of {name}, not 0");
+            violations.push(violation(rule, ["1"]));
+        }
+    }
+    if !violations.is_empty() {
+        return violations;
+    }
+    if schedule != PipelineSchedule::Interleaved {
+        if v > 1 {
+            let rule = format!("schedule {schedule} runs one virtual stage on each rank, not {v}");
+            violations.push(violation(rule, ["1 virtual stage", "schedule interleaved"]));
+        }
+        return violations;
+    }
+    if p == 1 {
+        let rule = "schedule interleaved needs a pipeline of at least 2 ranks, not 1".into();
+        violations.push(violation(rule, ["2"]));
+        return violations;
+    }
+    let group = shape.group_size();
+    if group < p || group > m {
+        let rule = match shape.group_size {
+            Some(group) => format!(
+                "microbatch_group_size_per_virtual_pipeline_stage {group} must lie between the \
+                 pipeline size {p} and the {m} micro batches of a step"
+            ),
+            None => format!(
+                "schedule interleaved runs groups of {p} micro batches (the pipeline size), but a \
+                 step has {m}"
+            ),
+        };
+        let nearest = match (shape.group_size, m < p) {
+            (Some(_), false) => vec![group.clamp(p, m).to_string()],
+            _ => vec![format!("{p} micro batches")],
+        };
+        violations.push(Violation { rule, nearest });
+    } else if (1..p).contains(&(m % group)) {
+        // The last, smaller group has to fill the pipeline as well.
+        let legal = |m: &usize| *m >= group && !(1..p).contains(&(m % group));
+        let below = (group..m).rev().find(legal);
+        let above = (m + 1..).find(legal);
+        let rule = format!(
+            "schedule interleaved runs the {m} micro batches of a step in groups of {group}, and \
+             the {} left over are fewer than the {p} ranks",
+            m % group
+        );
+        let nearest = [below, above].into_iter().flatten();
+        let nearest = nearest.map(|m| format!("{m} micro batches")).collect();
+        violations.push(Violation { rule, nearest });
+    }
+    violations
+}
+
+/// The layers of one stage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StageLayers {
+    /// Its place in the pipeline, from 0.
+    pub stage: usize,
+    /// Stages of the whole pipeline.
+    pub num_stages: usize,
+    /// Its layers, numbered from 0 over the whole model.
+    pub layers: Range<usize>,
+    /// Layers of the whole model.
+    pub num_layers: usize,
+}
+
+impl StageLayers {
+    /// A model that is one stage.
+    pub fn whole(num_layers: usize) -> Self {
+        StageLayers {
+            stage: 0,
+            num_stages: 1,
+            layers: 0..num_layers,
+            num_layers,
+        }
+    }
+
+    /// Whether tokens enter here.
+    pub fn is_first(&self) -> bool {
+        self.stage == 0
+    }
+
+    /// Whether the loss is computed here.
+    pub fn is_last(&self) -> bool {
+        self.stage + 1 == self.num_stages
+    }
+}
+
+/// The stages on each rank, and the layers of every stage in pipeline order.
+pub(super) fn stages(
+    parallel: &ParallelConfig,
+    model: &ModelShape,
+) -> Result<(usize, Vec<StageLayers>), Vec<Violation>> {
+    if parallel.pipeline_model_parallel_size == 0 || model.num_layers == 0 {
+        // Reported as a size out of range.
+        return Ok((1, Vec::new()));
+    }
+    let v = virtual_stages(parallel, model.num_layers).map_err(|broken| vec![broken])?;
+    let p = parallel.pipeline_model_parallel_size;
+    if p.saturating_mul(v) > model.num_layers.min(MAX_STAGES) {
+        let most = model.num_layers.min(MAX_STAGES) / v;
+        return Err(vec![Violation {
+            rule: format!(
+                "pipeline_model_parallel_size {p} times {v} virtual stage(s) must be at most \
+                 num_layers {} and {MAX_STAGES}",
+                model.num_layers
+            ),
+            nearest: match (v, most) {
+                (1, _) => divisors(p, model.num_layers),
+                (_, 0) => vec![format!("{} virtual stages", model.num_layers)],
+                _ => vec![most.to_string()],
+            },
+        }]);
+    }
+    Ok((v, split(parallel, model, v)?))
+}
+
+/// Virtual stages on each rank, as the flags say; 1 where they say nothing.
+fn virtual_stages(parallel: &ParallelConfig, num_layers: usize) -> Result<usize, Violation> {
+    let p = parallel.pipeline_model_parallel_size;
+    match (
+        parallel.num_virtual_stages_per_pipeline_rank,
+        parallel.num_layers_per_virtual_pipeline_stage,
+    ) {
+        (None, None) => Ok(1),
+        (Some(_), Some(_)) => Err(Violation {
+            rule: "give num_virtual_stages_per_pipeline_rank or \
+                   num_layers_per_virtual_pipeline_stage, not both"
+                .into(),
+            nearest: Vec::new(),
+        }),
+        (Some(0), None) => Err(violation(
+            "num_virtual_stages_per_pipeline_rank is 0, but must be at least 1".into(),
+            ["1"],
+        )),
+        (Some(v), None) => Ok(v),
+        (None, Some(_)) if uneven(parallel) => Err(violation(
+            "num_layers_per_virtual_pipeline_stage is for equal stages".into(),
+            ["num_virtual_stages_per_pipeline_rank"],
+        )),
+        (None, Some(layers)) => {
+            let per_rank = num_layers / p;
+            match per_rank.checked_div(layers) {
+                Some(v) if v > 0 && per_rank.is_multiple_of(layers) => Ok(v),
+                _ => Err(Violation {
+                    rule: format!(
+                        "num_layers_per_virtual_pipeline_stage {layers} must divide the {per_rank} \
+                         layers of a pipeline rank"
+                    ),
+                    nearest: divisors(layers, per_rank),
+                }),
+            }
+        }
+    }
+}
+
+fn uneven(parallel: &ParallelConfig) -> bool {
+    parallel.decoder_first_pipeline_num_layers.is_some()
+        || parallel.decoder_last_pipeline_num_layers.is_some()
+        || parallel.account_for_embedding_in_pipeline_split
+        || parallel.account_for_loss_in_pipeline_split
+}
+
+/// The layers of every stage, in pipeline order. A layer count that does not divide is refused:
+/// none is ever left out. (Public complaint: Megatron-LM #1304.)
+fn split(
+    parallel: &ParallelConfig,
+    model: &ModelShape,
+    virtual_stages: usize,
+) -> Result<Vec<StageLayers>, Vec<Violation>> {
+    let (p, v) = (parallel.pipeline_model_parallel_size, virtual_stages);
+    let accounts = parallel.account_for_embedding_in_pipeline_split
+        || parallel.account_for_loss_in_pipeline_split;
+    let given = parallel.decoder_first_pipeline_num_layers.is_some()
+        || parallel.decoder_last_pipeline_num_layers.is_some();
+    let counts = match (given, accounts) {
+        (true, true) => Err(vec![violation(
+            "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers cannot be \
+             combined with account_for_embedding_in_pipeline_split or \
+             account_for_loss_in_pipeline_split"
+                .into(),
+            ["one or the other"],
+        )]),
+        (true, false) => given_ends(parallel, model.num_layers, v),
+        (false, _) => equal_shares(parallel, model.num_layers, v),
+    }?;
+    debug_assert_eq!(counts.iter().sum::<usize>(), model.num_layers);
+    let mut end = 0;
+    let stages = counts.into_iter().enumerate().map(|(stage, count)| {
+        let layers = end..end + count;
+        end = layers.end;
+        StageLayers {
+            stage,
+            num_stages: p * v,
+            layers,
+            num_layers: model.num_layers,
+        }
+    });
+    Ok(stages.collect())
+}
+
+/// Equal stages; the embedding and the loss take the place of a layer where they are to count.
+fn equal_shares(
+    parallel: &ParallelConfig,
+    num_layers: usize,
+    v: usize,
+) -> Result<Vec<usize>, Vec<Violation>> {
+    let p = parallel.pipeline_model_parallel_size;
+    let embedding = usize::from(parallel.account_for_embedding_in_pipeline_split);
+    let loss = usize::from(parallel.account_for_loss_in_pipeline_split);
+    let (total, stages) = (num_layers + embedding + loss, p * v);
+    if !total.is_multiple_of(stages) {
+        let counted = match embedding + loss {
+            0 => String::new(),
+            1 => " plus 1 for the embedding or the loss".into(),
+            _ => " plus 2 for the embedding and the loss".into(),
+        };
+        let virtual_stages = match v {
+            1 => String::new(),
+            _ => format!(" times {v} virtual stages"),
+        };
+        return Err(vec![Violation {
+            rule: format!(
+                "pipeline_model_parallel_size {p}{virtual_stages} must divide num_layers \
+                 {num_layers}{counted}"
+            ),
+            nearest: match v {
+                1 => divisors(p, total),
+                _ => (multiples(num_layers, stages).into_iter())
+                    .filter(|_| embedding + loss == 0)
+                    .map(|layers| format!("{layers} layers"))
+                    .collect(),
+            },
+        }]);
+    }
+    let mut counts = vec![total / stages; stages];
+    let last = stages - 1;
+    counts[0] -= embedding;
+    // One stage holds both ends: a layer counts once for each.
+    counts[last] = counts[last].checked_sub(loss).ok_or_else(|| {
+        let rule = "with the embedding and the loss counted, no layer is left".into();
+        vec![violation(rule, ["fewer stages"])]
+    })?;
+    Ok(counts)
+}
+
+/// Given numbers of layers on the first and last rank; the others share the rest equally.
+fn given_ends(
+    parallel: &ParallelConfig,
+    num_layers: usize,
+    v: usize,
+) -> Result<Vec<usize>, Vec<Violation>> {
+    let p = parallel.pipeline_model_parallel_size;
+    let (first, last) = (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    );
+    if p < 2 {
+        let rule = "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers need \
+                    pipeline_model_parallel_size above 1";
+        return Err(vec![violation(rule.into(), ["2"])]);
+    }
+    let mut violations = Vec::new();
+    let named = [
+        ("decoder_first_pipeline_num_layers", first),
+        ("decoder_last_pipeline_num_layers", last),
+    ];
+    for (name, layers) in named {
+        let Some(layers) = layers else { continue };
+        if layers == 0 || !layers.is_multiple_of(v) {
+            let nearest = multiples(layers, v);
+            let rule =
+                format!("{name} {layers} must be a multiple of the {v} virtual stages of a rank");
+            violations.push(Violation { rule, nearest });
+        }
+    }
+    let ends = first.unwrap_or(0) + last.unwrap_or(0);
+    let others = p - usize::from(first.is_some()) - usize::from(last.is_some());
+    let rest = num_layers.checked_sub(ends);
+    let share = match (rest, others) {
+        (Some(0), 0) => Some(0),
+        (Some(rest), 1..) if rest > 0 && rest.is_multiple_of(others * v) => {
+            Some(rest / (others * v))
+        }
+        _ => None,
+    };
+    if share.is_none() {
+        violations.push(Violation {
+            rule: format!(
+                "num_layers {num_layers} less the {ends} of the first and last pipeline rank must \
+                 divide over the other {others} ranks of {v} virtual stage(s)"
+            ),
+            nearest: match others {
+                0 => vec![format!("{ends} layers")],
+                _ => (multiples(rest.unwrap_or(0), others * v).into_iter())
+                    .filter_map(|rest| rest.parse::<usize>().ok())
+                    .map(|rest| format!("{} layers", rest + ends))
+                    .collect(),
+            },
+        });
+    }
+    match (share, violations.is_empty()) {
+        (Some(share), true) => {
+            let of_rank = |rank: usize| match rank {
+                0 => first.map_or(share, |n| n / v),
+                _ if rank + 1 == p => last.map_or(share, |n| n / v),
+                _ => share,
+            };
+            Ok((0..p * v).map(|stage| of_rank(stage % p)).collect())
+        }
+        _ => Err(violations),
+    }
+}
+
+fn violation<const N: usize>(rule: String, nearest: [&str; N]) -> Violation {
+    Violation {
+        rule,
+        nearest: nearest.map(String::from).to_vec(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MODEL: ModelShape = ModelShape {
+        num_layers: 8,
+        hidden_size: 8,
+        num_attention_heads: 1,
+        num_query_groups: 1,
+        seq_length: 8,
+        max_position_embeddings: 8,
+        ffn_hidden_size: 8,
+        vocab_size: 8,
+        make_vocab_size_divisible_by: 1,
+    };
+
+    fn parallel(pp: usize) -> ParallelConfig {
+        ParallelConfig {
+            pipeline_model_parallel_size: pp,
+            ..ParallelConfig::default()
+        }
+    }
+
+    /// Layers of every stage, in pipeline order.
+    fn counts(parallel: &ParallelConfig, num_layers: usize) -> Vec<usize> {
+        let model = ModelShape {
+            num_layers,
+            ..MODEL
+        };
+        let (v, stages) = stages(parallel, &model).unwrap();
+        assert_eq!(stages.len(), v * parallel.pipeline_model_parallel_size);
+        let mut next = 0;
+        for (i, stage) in stages.iter().enumerate() {
+            assert_eq!((stage.stage, stage.layers.start), (i, next));
+            next = stage.layers.end;
+        }
+        assert_eq!(next, num_layers, "no layer is left out");
+        stages.iter().map(|stage| stage.layers.len()).collect()
+    }
+
+    /// The broken rules as the user reads them.
+    fn broken(parallel: &ParallelConfig, num_layers: usize) -> String {
+        let model = ModelShape {
+            num_layers,
+            ..MODEL
+        };
+        let violations = stages(parallel, &model).unwrap_err();
+        let lines = violations.iter().map(ToString::to_string);
+        lines.collect::<Vec<_>>().join("\n")
+    }
+
+    #[test]
+    fn equal_stages() {
+        assert_eq!(counts(&parallel(1), 8), [8]);
+        assert_eq!(counts(&parallel(4), 8), [2; 4]);
+        for config in [
+            ParallelConfig {
+                num_virtual_stages_per_pipeline_rank: Some(2),
+                ..parallel(2)
+            },
+            ParallelConfig {
+                num_layers_per_virtual_pipeline_stage: Some(2),
+                ..parallel(2)
+            },
+        ] {
+            assert_eq!(counts(&config, 8), [2; 4]);
+        }
+    }
+
+    #[test]
+    fn given_first_and_last_ranks() {
+        let config = |first, last, v| ParallelConfig {
+            decoder_first_pipeline_num_layers: first,
+            decoder_last_pipeline_num_layers: last,
+            num_virtual_stages_per_pipeline_rank: v,
+            ..parallel(4)
+        };
+        assert_eq!(counts(&config(Some(1), None, None), 10), [1, 3, 3, 3]);
+        assert_eq!(counts(&config(None, Some(1), None), 10), [3, 3, 3, 1]);
+        assert_eq!(counts(&config(Some(3), Some(1), None), 8), [3, 2, 2, 1]);
+        // Each chunk has its share of the ends'.
+        let interleaved = counts(&config(Some(2), Some(2), Some(2)), 12);
+        assert_eq!(interleaved, [1, 2, 2, 1, 1, 2, 2, 1]);
+        let text = broken(&config(Some(3), Some(1), None), 9);
+        assert!(
+            text.contains("nearest legal: 8 layers, 10 layers"),
+            "{text}"
+        );
+        let text = broken(&config(Some(3), None, Some(2)), 12);
+        assert!(text.contains("nearest legal: 2, 4"), "{text}");
+    }
+
+    #[test]
+    fn the_embedding_and_the_loss_count_as_layers_where_asked() {
+        let config = |embedding, loss| ParallelConfig {
+            account_for_embedding_in_pipeline_split: embedding,
+            account_for_loss_in_pipeline_split: loss,
+            ..parallel(4)
+        };
+        assert_eq!(counts(&config(true, true), 10), [2, 3, 3, 2]);
+        assert_eq!(counts(&config(true, false), 11), [2, 3, 3, 3]);
+        assert_eq!(counts(&config(false, true), 11), [3, 3, 3, 2]);
+        let text = broken(&config(true, true), 8);
+        assert!(
+            text.contains("8 plus 2 for the embedding and the loss"),
+            "{text}"
+        );
+        let both = ParallelConfig {
+            decoder_first_pipeline_num_layers: Some(1),
+            ..config(true, false)
+        };
+        assert!(broken(&both, 11).contains("cannot be combined"));
+    }
+
+    #[test]
+    fn layers_that_do_not_divide_are_refused() {
+        // Public complaint: Megatron-LM #1304.
+        assert_eq!(
+            broken(&parallel(3), 4),
+            "pipeline_model_parallel_size 3 must divide num_layers 4; nearest legal: 2, 4"
+        );
+        let interleaved = ParallelConfig {
+            num_virtual_stages_per_pipeline_rank: Some(3),
+            ..parallel(2)
+        };
+        let text = broken(&interleaved, 8);
+        assert!(
+            text.contains("nearest legal: 6 layers, 12 layers"),
+            "{text}"
+        );
+        let per_stage = ParallelConfig {
+            num_layers_per_virtual_pipeline_stage: Some(3),
+            ..parallel(2)
+        };
+        let text = broken(&per_stage, 8);
+        assert!(
+            text.contains("must divide the 4 layers of a pipeline rank"),
+            "{text}"
+        );
+        let both = ParallelConfig {
+            num_virtual_stages_per_pipeline_rank: Some(2),
+            ..per_stage
+        };
+        assert!(broken(&both, 8).contains("not both"));
+    }
+}
