@@ -10,7 +10,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a rank waits for the others in one collective, unless told otherwise (Megatron's
 /// `--distributed-timeout-minutes`).
@@ -42,6 +42,11 @@ pub struct ProcessGroups {
     pub tp: ProcessGroup,
     /// The ranks that hold the same weights and see different samples.
     pub dp: ProcessGroup,
+    /// The ranks that share one replica's stages between them.
+    pub pp: ProcessGroup,
+    /// The first and the last of them, which may each hold a copy of one embedding table; a rank
+    /// between them is alone in its own.
+    pub embedding: ProcessGroup,
 }
 
 /// What a rank knows of its place: handed to everything that needs a group, instead of globals.
@@ -52,6 +57,8 @@ pub struct RankContext {
     pub groups: ProcessGroups,
     /// The device of this rank's tensors, with autodiff.
     pub device: Device,
+    /// The moment from which the timelines of all ranks count.
+    pub clock: Instant,
 }
 
 impl RankContext {
@@ -64,9 +71,19 @@ impl RankContext {
                 world: alone(),
                 tp: alone(),
                 dp: alone(),
+                pp: alone(),
+                embedding: alone(),
             },
             device: device.autodiff(),
+            clock: Instant::now(),
         }
+    }
+
+    /// Whether this rank is to bring the step's data: the first and the last pipeline stage need it,
+    /// and one rank of each tensor-parallel group reads it for the others.
+    pub fn reads_data(&self) -> bool {
+        let pp = &self.groups.pp.comm;
+        self.groups.tp.comm.rank() == 0 && (pp.rank() == 0 || pp.rank() + 1 == pp.size())
     }
 }
 
@@ -123,7 +140,7 @@ pub fn run_ranks<T: Send>(
 
 /// Every rank's context: the groups of each axis, joined in one place.
 fn contexts(world: &Arc<ThreadWorld>, grid: &RankGrid) -> Vec<RankContext> {
-    let size = grid.world_size();
+    let (size, clock) = (grid.world_size(), Instant::now());
     let join = |name: &str, groups: Vec<Vec<usize>>| {
         let mut ends: Vec<Option<ProcessGroup>> = vec![None; size];
         for members in groups {
@@ -135,16 +152,29 @@ fn contexts(world: &Arc<ThreadWorld>, grid: &RankGrid) -> Vec<RankContext> {
                 ends[*member] = Some(ProcessGroup::new(comm));
             }
         }
-        ends.into_iter().flatten().collect::<Vec<_>>()
+        let alone = || ProcessGroup::new(Arc::new(SingleRank));
+        let ends = ends.into_iter().map(|end| end.unwrap_or_else(alone));
+        ends.collect::<Vec<_>>()
     };
     let all = join("world", vec![(0..size).collect()]);
     let tp = join("tp", grid.groups(&[Axis::Tp]));
     let dp = join("dp", grid.groups(&[Axis::Dp]));
-    (all.into_iter().zip(tp).zip(dp).enumerate())
-        .map(|(rank, ((world, tp), dp))| RankContext {
+    let pp = join("pp", grid.groups(&[Axis::Pp]));
+    let embedding = join("embedding", grid.embedding_groups());
+    (all.into_iter().zip(tp).zip(dp).zip(pp).zip(embedding))
+        .map(|((((world, tp), dp), pp), embedding)| ProcessGroups {
+            world,
+            tp,
+            dp,
+            pp,
+            embedding,
+        })
+        .enumerate()
+        .map(|(rank, groups)| RankContext {
             rank,
-            groups: ProcessGroups { world, tp, dp },
+            groups,
             device: Device::flex().autodiff(),
+            clock,
         })
         .collect()
 }

@@ -11,6 +11,7 @@ mod gelu;
 mod layer_norm;
 mod linear;
 mod mappings;
+mod seed;
 
 pub use attention::causal_attention;
 pub use collective::{Collective, CollectivePair};
@@ -19,10 +20,11 @@ pub use gelu::{GeluApproximation, gelu};
 pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use mappings::*;
+pub use seed::{BackwardSeed, GradientSlot};
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Autodiff, Backend, ExecutionError, Flex, backend_extension};
+use burn::backend::{Autodiff, Backend, ExecutionError, Flex, TensorMetadata, backend_extension};
 use burn::tensor::TensorData;
 
 /// The operations of this module as an extension of Burn's backends.
@@ -74,6 +76,12 @@ pub trait ParallelOps: Backend {
     ) -> FloatTensor<Self> {
         cross_entropy::forward::<Self>(logits, target, &shard).0
     }
+
+    /// A `[1]` from which a backward starts with the gradient in `slot` for `output`.
+    fn backward_seed(output: FloatTensor<Self>, _slot: GradientSlot) -> FloatTensor<Self> {
+        let (device, dtype) = (output.device(), output.dtype());
+        Self::float_zeros([1].into(), &device, dtype.into())
+    }
 }
 
 impl ParallelOps for Flex {}
@@ -115,6 +123,10 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
         shard: VocabShard,
     ) -> FloatTensor<Self> {
         cross_entropy::autodiff::<B, C>(logits, target, shard)
+    }
+
+    fn backward_seed(output: FloatTensor<Self>, slot: GradientSlot) -> FloatTensor<Self> {
+        seed::autodiff::<B, C>(output, slot)
     }
 }
 

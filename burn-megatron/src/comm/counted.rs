@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// The collectives that are told apart in the accounts.
+/// The kinds of communication that are told apart in the accounts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
     AllReduce,
@@ -14,16 +14,20 @@ pub enum Collective {
     ReduceScatter,
     Broadcast,
     Barrier,
+    Send,
+    Receive,
 }
 
 impl Collective {
-    /// Every collective, in the order of the accounts.
-    pub const ALL: [Collective; 5] = [
+    /// All of them, in the order of the accounts.
+    pub const ALL: [Collective; 7] = [
         Collective::AllReduce,
         Collective::AllGather,
         Collective::ReduceScatter,
         Collective::Broadcast,
         Collective::Barrier,
+        Collective::Send,
+        Collective::Receive,
     ];
 
     /// Its name as Megatron's and NCCL's users write it.
@@ -34,6 +38,8 @@ impl Collective {
             Collective::ReduceScatter => "reduce-scatter",
             Collective::Broadcast => "broadcast",
             Collective::Barrier => "barrier",
+            Collective::Send => "send",
+            Collective::Receive => "receive",
         }
     }
 }
@@ -43,7 +49,7 @@ impl Collective {
 pub struct Account {
     pub calls: u64,
     /// Bytes of the whole tensor that the collective completes (NCCL's "size"): the buffer of an
-    /// all-reduce or broadcast, the gathered result, the tensor before it is scattered.
+    /// all-reduce or broadcast, the gathered result, the tensor before it is scattered, the message.
     pub bytes: u64,
     /// Time inside the calls, waiting for slower ranks included.
     pub time: Duration,
@@ -79,7 +85,7 @@ struct Cell {
 
 /// The accounts of one rank in one group, one per kind of collective.
 #[derive(Debug, Default)]
-pub struct Accounts([Cell; 5]);
+pub struct Accounts([Cell; Collective::ALL.len()]);
 
 impl Accounts {
     /// What was spent on `collective` so far.
@@ -114,15 +120,20 @@ impl Counted {
         (Arc::new(counted), accounts)
     }
 
-    fn count(&self, of: Collective, bytes: usize, call: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn count<T>(
+        &self,
+        of: Collective,
+        bytes: usize,
+        call: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
         let start = Instant::now();
-        call()?;
+        let result = call()?;
         let cell = &self.accounts.0[of as usize];
         cell.calls.fetch_add(1, Relaxed);
         cell.bytes.fetch_add(bytes as u64, Relaxed);
         cell.nanos
             .fetch_add(start.elapsed().as_nanos() as u64, Relaxed);
-        Ok(())
+        Ok(result)
     }
 }
 
@@ -167,5 +178,15 @@ impl Communicator for Counted {
 
     fn barrier(&self) -> Result<()> {
         self.count(Collective::Barrier, 0, || self.inner.barrier())
+    }
+
+    fn send(&self, message: Vec<u8>, to: usize) -> Result<()> {
+        self.count(Collective::Send, message.len(), || {
+            self.inner.send(message, to)
+        })
+    }
+
+    fn receive(&self, len: usize, from: usize) -> Result<Vec<u8>> {
+        self.count(Collective::Receive, len, || self.inner.receive(len, from))
     }
 }

@@ -7,7 +7,7 @@
 pub mod counted;
 pub mod threads;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub enum ReduceOp {
     Max,
 }
 
-/// One rank's end of a group of ranks: blocking collectives over host memory.
+/// One rank's end of a group of ranks: blocking collectives and messages over host memory.
 ///
 /// Every rank of the group makes the same calls in the same order with the same lengths; a rank
 /// that does not is found out and named. A call returns once its own buffers may be used again.
@@ -49,6 +49,14 @@ pub trait Communicator: Debug + Send + Sync {
 
     /// Returns once every rank of the group has called it.
     fn barrier(&self) -> Result<()>;
+
+    /// Sends a message to another rank, a place in the group. It does not wait for the receiver: the
+    /// transport takes the buffer and keeps it until it is delivered.
+    fn send(&self, message: Vec<u8>, to: usize) -> Result<()>;
+
+    /// The next message, of `len` bytes, of another rank. One rank's messages to another arrive in
+    /// the order in which they were sent.
+    fn receive(&self, len: usize, from: usize) -> Result<Vec<u8>>;
 }
 
 /// A group of one: every collective is the identity.
@@ -85,6 +93,24 @@ impl Communicator for SingleRank {
     fn barrier(&self) -> Result<()> {
         Ok(())
     }
+
+    fn send(&self, _message: Vec<u8>, to: usize) -> Result<()> {
+        Err(alone("send", to))
+    }
+
+    fn receive(&self, _len: usize, from: usize) -> Result<Vec<u8>> {
+        Err(alone("receive", from))
+    }
+}
+
+fn alone(op: &'static str, peer: usize) -> Error {
+    let reason = format!("the group has one rank: there is no rank {peer}");
+    ErrorKind::Comm {
+        rank: 0,
+        op,
+        reason,
+    }
+    .into()
 }
 
 /// The sum over the group of one f64, added up in rank order on every rank.
@@ -100,6 +126,21 @@ pub fn all_gather_values<T: bytemuck::Pod>(comm: &dyn Communicator, value: T) ->
         bytemuck::cast_slice_mut(&mut all),
     )?;
     Ok(all)
+}
+
+/// Every rank's bytes, of any length, in rank order.
+pub fn all_gather_bytes(comm: &dyn Communicator, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    let lengths = all_gather_values(comm, bytes.len() as u64)?;
+    let longest = lengths.iter().max().map_or(0, |len| *len as usize);
+    let mut send = bytes.to_vec();
+    send.resize(longest, 0);
+    let mut all = vec![0; longest * comm.size()];
+    comm.all_gather(&send, &mut all)?;
+    let parts = lengths.iter().enumerate().map(|(rank, len)| {
+        let start = rank * longest;
+        all[start..start + *len as usize].to_vec()
+    });
+    Ok(parts.collect())
 }
 
 /// Carries a communication error out of code that cannot return one: a layer's forward, or a step

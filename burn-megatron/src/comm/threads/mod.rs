@@ -4,13 +4,14 @@
 //! each does its share of the work directly on the others' buffers; when all are done, all leave.
 //! An all-reduce so moves every byte once in and once out, with no staging copy.
 
+mod mailbox;
 mod rendezvous;
 
 use super::{Communicator, ReduceOp};
 use crate::error::Result;
 use rendezvous::{Call, Group, Op, lock};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Elements reduced at a time: small enough to stay in the first-level cache.
 const TILE: usize = 4096;
@@ -204,6 +205,45 @@ impl Communicator for ThreadCommunicator {
         };
         self.round(call, |_| ())
     }
+
+    fn send(&self, message: Vec<u8>, to: usize) -> Result<()> {
+        self.check_peer(to);
+        self.check_world("send")?;
+        self.group.mail.post(self.rank, to, message);
+        Ok(())
+    }
+
+    fn receive(&self, len: usize, from: usize) -> Result<Vec<u8>> {
+        self.check_peer(from);
+        let op = "receive";
+        let deadline = Instant::now() + self.world.timeout;
+        let check = || self.check_world(op);
+        let message = self.group.mail.take(from, self.rank, deadline, check)?;
+        let peer = self.group.members[from];
+        match message {
+            Some(message) if message.len() == len => Ok(message),
+            Some(message) => {
+                let reason = format!("rank {peer} sent {} bytes, not {len}", message.len());
+                Err(self.error(op, reason))
+            }
+            None => {
+                let seconds = self.world.timeout.as_secs_f64();
+                let reason = format!("no message from rank {peer} within {seconds:.1} s");
+                Err(self.error(op, reason))
+            }
+        }
+    }
+}
+
+impl ThreadCommunicator {
+    fn check_peer(&self, peer: usize) {
+        assert!(
+            peer < self.size() && peer != self.rank,
+            "rank {} exchanges messages with the other {} ranks, not {peer}",
+            self.rank,
+            self.size()
+        );
+    }
 }
 
 fn accumulate(acc: &mut [f32], values: &[f32], op: ReduceOp) {
@@ -234,6 +274,52 @@ mod tests {
                 .map(|h| h.join().expect("rank"))
                 .collect()
         })
+    }
+
+    #[test]
+    fn messages_arrive_in_the_order_sent_whoever_is_first() {
+        let results = on_ranks(3, LONG, |comm| {
+            let (next, last) = ((comm.rank() + 1) % 3, (comm.rank() + 2) % 3);
+            for i in 0..100u8 {
+                comm.send(vec![i; usize::from(i)], next)?;
+            }
+            (0..100)
+                .map(|i| Ok(comm.receive(i, last)? == vec![i as u8; i]))
+                .collect::<Result<Vec<bool>>>()
+        });
+        for result in results {
+            assert!(result.unwrap().into_iter().all(|right| right));
+        }
+    }
+
+    #[test]
+    fn a_receive_that_nobody_meets_names_the_sender_and_a_failure_ends_it_at_once() {
+        let results = on_ranks(2, Duration::from_millis(50), |comm| match comm.rank() {
+            0 => comm.receive(8, 1).map(|_| ()),
+            _ => Ok(()),
+        });
+        let error = results[0].as_ref().unwrap_err().to_string();
+        assert!(
+            error.contains("no message from rank 1 within 0.1 s"),
+            "{error}"
+        );
+
+        let results = on_ranks(2, LONG, |comm| match comm.rank() {
+            0 => comm.receive(8, 1).map(|_| ()),
+            _ => {
+                comm.world.fail(1, "out of memory");
+                Ok(())
+            }
+        });
+        let error = results[0].as_ref().unwrap_err().to_string();
+        assert!(error.contains("rank 1 failed: out of memory"), "{error}");
+
+        let results = on_ranks(2, LONG, |comm| match comm.rank() {
+            0 => comm.receive(8, 1).map(|_| ()),
+            _ => comm.send(vec![0; 4], 0),
+        });
+        let error = results[0].as_ref().unwrap_err().to_string();
+        assert!(error.contains("rank 1 sent 4 bytes, not 8"), "{error}");
     }
 
     const LONG: Duration = Duration::from_secs(30);

@@ -2,6 +2,7 @@
 //! the calls' buffers, and all leave.
 
 use super::ThreadCommunicator;
+use super::mailbox::Mailbox;
 use crate::comm::ReduceOp;
 use crate::error::{ErrorKind, Result};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,6 +14,7 @@ pub(super) struct Group {
     pub(super) name: String,
     /// World ranks, for messages.
     pub(super) members: Vec<usize>,
+    pub(super) mail: Mailbox,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -22,6 +24,7 @@ impl Group {
         Group {
             name: name.to_string(),
             members: members.to_vec(),
+            mail: Mailbox::default(),
             state: Mutex::new(State::new(members.len())),
             changed: Condvar::new(),
         }
@@ -32,6 +35,7 @@ impl Group {
         // Taking the lock orders this after a waiter's check and before its sleep.
         let _state = lock(&self.state);
         self.changed.notify_all();
+        self.mail.wake();
     }
 }
 
@@ -181,8 +185,13 @@ impl ThreadCommunicator {
     /// An error if this group can never complete another round.
     fn check(&self, state: &State, op: Op) -> Result<()> {
         if let Some(reason) = &state.broken {
-            return Err(self.error(op, reason.clone()));
+            return Err(self.error(op.name(), reason.clone()));
         }
+        self.check_world(op.name())
+    }
+
+    /// An error if some rank of the world has failed.
+    pub(super) fn check_world(&self, op: &'static str) -> Result<()> {
         match self.world.failure() {
             Some((rank, reason)) => Err(self.error(op, format!("rank {rank} failed: {reason}"))),
             None => Ok(()),
@@ -204,17 +213,17 @@ impl ThreadCommunicator {
         );
         state.broken = Some(reason.clone());
         self.group.changed.notify_all();
-        self.error(op, reason)
+        self.error(op.name(), reason)
     }
 
-    fn error(&self, op: Op, reason: String) -> crate::Error {
+    pub(super) fn error(&self, op: &'static str, reason: String) -> crate::Error {
         let reason = format!(
             "in group {} {:?}: {reason}",
             self.group.name, self.group.members
         );
         ErrorKind::Comm {
             rank: self.group.members[self.rank],
-            op: op.name(),
+            op,
             reason,
         }
         .into()

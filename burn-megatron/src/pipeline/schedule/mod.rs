@@ -163,7 +163,7 @@ impl PipelineShape {
     }
 
     /// The send that follows a forward or backward, unless it is the last of its direction.
-    fn send_after(&self, compute: &Action) -> Option<Action> {
+    pub(super) fn send_after(&self, compute: &Action) -> Option<Action> {
         let kind = match compute.kind {
             Kind::Forward => Kind::SendForward,
             Kind::Backward => Kind::SendBackward,
