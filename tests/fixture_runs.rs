@@ -1,5 +1,6 @@
 //! The eight steps that Megatron-LM itself ran (`fixtures/README.md`), at our layouts.
 
+use burn_megatron::topology::PipelineSchedule;
 use burn_megatron::train::StepOutput;
 use megatron_tests::{Run, fixture, tensors};
 use serde_json::Value;
@@ -44,16 +45,58 @@ fn assert_steps(got: &[StepOutput], want: &Value, what: &str) {
 #[test]
 fn gpt_trains_as_megatron_does_at_every_layout() {
     let want = json("gpt_trajectory.json");
-    for (tp, dp) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
-        let run = Run::at(tp, dp);
-        let path = std::env::temp_dir().join(format!("megatron-{}-{tp}-{dp}", std::process::id()));
-        let (steps, _) = run
-            .train(|_, trainer| trainer.save_weights(&path))
-            .expect("run");
-        assert_steps(&steps, &want, &format!("tp={tp} dp={dp}"));
-        assert_weights(&path, &format!("tp={tp} dp={dp}"));
-        std::fs::remove_file(&path).expect("the saved weights");
+    let layouts = [
+        // (tp, pp, v, dp)
+        (1, 1, 1, 1),
+        (2, 1, 1, 1),
+        (4, 1, 1, 1),
+        (1, 1, 1, 2),
+        (2, 1, 1, 2),
+        (1, 1, 1, 4),
+        (1, 2, 1, 1),
+        (1, 4, 1, 1),
+        (1, 2, 2, 1),
+        (2, 2, 1, 1),
+        (2, 2, 2, 1),
+        (1, 2, 1, 2),
+        (1, 2, 2, 2),
+        (2, 2, 1, 2),
+        (4, 4, 1, 1),
+    ];
+    for (tp, pp, v, dp) in layouts {
+        assert_run(Run::at(tp, dp).with_pipeline(pp, v), &want);
     }
+}
+
+#[test]
+fn other_schedules_and_uneven_stages_train_alike() {
+    let want = json("gpt_trajectory.json");
+    let pipeline = Run::at(1, 1).with_pipeline(2, 1);
+    assert_run(
+        Run {
+            schedule: Some(PipelineSchedule::GPipe),
+            ..pipeline
+        },
+        &want,
+    );
+    assert_run(
+        Run {
+            first_layers: Some(1),
+            ..pipeline
+        },
+        &want,
+    );
+}
+
+/// Compares a run's steps and final weights with Megatron's.
+fn assert_run(run: Run, want: &Value) {
+    let path = run.scratch("final");
+    let (steps, _) = run
+        .train(|_, trainer| trainer.save_weights(&path))
+        .expect("run");
+    assert_steps(&steps, want, &run.layout());
+    assert_weights(&path, &run.layout());
+    std::fs::remove_file(&path).expect("the saved weights");
 }
 
 /// Compares saved weights with Megatron's after the eight steps. The key part of the QKV bias is
@@ -85,15 +128,22 @@ fn masks_and_loss_averaging_are_megatrons() {
         ("masked_pertoken", true, true, false),
         ("erfgelu", false, false, true),
     ] {
-        for (tp, dp) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
+        for (tp, pp, dp) in [
+            (1, 1, 1),
+            (2, 1, 1),
+            (1, 1, 2),
+            (2, 1, 2),
+            (2, 2, 1),
+            (1, 2, 2),
+        ] {
             let run = Run {
                 masked,
                 per_token_loss,
                 erf_gelu,
-                ..Run::at(tp, dp)
+                ..Run::at(tp, dp).with_pipeline(pp, 1)
             };
             let (steps, _) = run.train(|_, _| Ok(())).expect("run");
-            let what = format!("{name} tp={tp} dp={dp}");
+            let what = format!("{name} {}", run.layout());
             assert_steps(&steps, &variants[format!("gpt/tp1_{name}")], &what);
         }
     }
@@ -103,25 +153,27 @@ fn masks_and_loss_averaging_are_megatrons() {
 fn the_micro_batch_size_does_not_matter() {
     // Public complaints: torchtitan #2972, #1732.
     let want = json("gpt_trajectory.json");
-    for micro_batch_size in [1, 4, 8] {
+    for (pp, micro_batch_size) in [(1, 1), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (2, 8)] {
         let run = Run {
             micro_batch_size,
-            ..Run::at(1, 1)
+            ..Run::at(1, 1).with_pipeline(pp, 1)
         };
         let (steps, _) = run.train(|_, _| Ok(())).expect("run");
-        assert_steps(&steps, &want, &format!("micro batch {micro_batch_size}"));
+        let what = format!("pp={pp}, micro batches of {micro_batch_size}");
+        assert_steps(&steps, &want, &what);
     }
 }
 
 #[test]
 fn the_same_run_twice_has_the_same_bits() {
-    for (tp, dp) in [(1, 1), (2, 2)] {
+    for (tp, pp, v, dp) in [(1, 1, 1, 1), (2, 1, 1, 2), (1, 2, 2, 2)] {
         let run = || {
             Run::at(tp, dp)
+                .with_pipeline(pp, v)
                 .train(|_, trainer| Ok(trainer.model().values()))
                 .expect("run")
         };
         let (first, second) = (run(), run());
-        assert_eq!(first, second, "tp={tp} dp={dp}");
+        assert_eq!(first, second, "tp={tp} pp={pp} v={v} dp={dp}");
     }
 }

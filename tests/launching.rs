@@ -37,23 +37,21 @@ fn the_rank_that_fails_is_the_one_reported() {
 }
 
 #[test]
-fn a_rank_that_dies_inside_the_backward_ends_the_others() {
+fn a_rank_with_bad_data_ends_the_others() {
     let config = Run::at(2, 1).config();
     let error = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
         let mut trainer = Trainer::new(&config, rank, None)?;
-        // Rank 1's tokens are outside of the vocabulary: it stops before its first collective,
-        // while rank 0 waits inside its forward.
-        let token = if rank.rank == 1 { 128 } else { 0 };
+        // Rank 0 reads for both; a token outside of the vocabulary stops it, while rank 1 waits.
         let batch = MicroBatch {
-            tokens: vec![token; 66],
+            tokens: vec![128; 66],
             loss_mask: None,
         };
-        trainer.train_step(&[batch])
+        trainer.train_step(&vec![batch; 4])
     })
-    .expect_err("rank 1 failed");
+    .expect_err("rank 0 failed");
     let error = error.to_string();
     assert!(
-        error.contains("rank 1 got token 128 at position 0 of sample 0"),
+        error.contains("rank 0 got token 128 at position 0 of sample 0"),
         "{error}"
     );
 }
@@ -82,10 +80,17 @@ fn a_rank_that_never_comes_is_named() {
 
 #[test]
 fn initial_weights_have_the_same_bits_at_every_layout() {
-    let weights = [(1, 1), (2, 1), (4, 1), (2, 2)].map(|(tp, dp)| {
-        let config = Run::at(tp, dp).config();
-        let name = format!("megatron-init-{}-{tp}-{dp}", std::process::id());
-        let path = std::env::temp_dir().join(name);
+    let layouts = [
+        (1, 1, 1),
+        (2, 1, 1),
+        (4, 1, 1),
+        (1, 2, 1),
+        (1, 2, 2),
+        (2, 4, 1),
+    ];
+    let weights = layouts.map(|(tp, pp, v)| {
+        let run = Run::at(tp, 1).with_pipeline(pp, v);
+        let (config, path) = (run.config(), run.scratch("init"));
         run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
             Trainer::new(&config, rank, None)?.save_weights(&path)
         })
@@ -165,31 +170,58 @@ fn a_replicated_parameter_that_differs_between_ranks_is_refused() {
 
 #[test]
 fn a_step_communicates_exactly_what_was_predicted() {
-    for (tp, dp) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
-        let run = Run::at(tp, dp);
+    for (tp, pp, v, dp) in [
+        (1, 1, 1, 1),
+        (2, 1, 1, 1),
+        (4, 1, 1, 1),
+        (1, 1, 1, 4),
+        (2, 1, 1, 2),
+        (1, 2, 1, 1),
+        (1, 2, 2, 1),
+        (1, 4, 1, 2),
+        (2, 2, 1, 2),
+        (2, 2, 2, 1),
+    ] {
+        let run = Run::at(tp, dp).with_pipeline(pp, v);
         let config = run.config();
         let (steps, ends) = run
             .train(|rank, trainer| {
-                let reduced = |group: &ProcessGroup| group.accounts.of(Collective::AllReduce);
-                let model = trainer.model();
-                let whole: usize = model.params().iter().map(|p| p.spec.full_elements()).sum();
-                assert_eq!(model.num_elements(), config.parameters_per_rank());
-                assert_eq!(whole, config.num_parameters());
-                Ok((reduced(&rank.groups.tp), reduced(&rank.groups.dp)))
+                let groups = &rank.groups;
+                let spent = |group: &ProcessGroup, what| {
+                    let account = group.accounts.of(what);
+                    (account.calls, account.bytes)
+                };
+                let got = [
+                    spent(&groups.tp, Collective::AllReduce),
+                    spent(&groups.tp, Collective::Broadcast),
+                    spent(&groups.dp, Collective::AllReduce),
+                    spent(&groups.pp, Collective::Send),
+                    spent(&groups.embedding, Collective::AllReduce),
+                ];
+                let pp_rank = groups.pp.comm.rank();
+                let elements = trainer.model().num_elements();
+                assert_eq!(elements, config.parameters_per_rank(pp_rank));
+                Ok((pp_rank, got))
             })
             .expect("run");
-        let (steps, want) = (steps.len() as u64, config.step_volumes());
-        for (got_tp, got_dp) in ends {
-            for (got, want) in [(got_tp, want.tp), (got_dp, want.dp)] {
-                let want = (want.calls * steps, want.bytes * steps);
-                assert_eq!((got.calls, got.bytes), want, "tp={tp} dp={dp}");
-            }
+        let steps = steps.len() as u64;
+        for (pp_rank, got) in ends {
+            let want = config.step_volumes(pp_rank);
+            let want = [want.tp, want.tp_data, want.dp, want.pp, want.embedding];
+            let want = want.map(|volume| (volume.calls * steps, volume.bytes * steps));
+            assert_eq!(got, want, "{} stage {pp_rank}", run.layout());
         }
     }
     // s 32, b 2, h 64, L 4, four microbatches: by hand.
-    let volumes = Run::at(2, 1).config().step_volumes();
+    let volumes = Run::at(2, 1).config().step_volumes(0);
     assert_eq!(volumes.tp.calls, 4 * (2 * 4 + 2 * 4 + 2 + 2));
     assert_eq!(volumes.tp.bytes, 4 * 4 * (18 * 32 * 2 * 64 + 3 * 32 * 2));
+    assert_eq!(volumes.tp_data.bytes, 4 * 8 * (2 * 33 + 1));
+    let volumes = Run::at(1, 1).with_pipeline(2, 2).config().step_volumes(1);
+    // Rank 1 has stages 1 and 3: forward from 1, backward from both.
+    assert_eq!(volumes.pp.calls, 4 * 3);
+    assert_eq!(volumes.pp.bytes, 4 * 3 * 4 * 32 * 2 * 64);
+    assert_eq!(volumes.embedding.bytes, 4 * 128 * 64);
 }
 
 #[test]
@@ -236,7 +268,10 @@ fn odd_vocabulary(tp: usize, untied: bool) -> Vec<StepOutput> {
     let config = config.resolve().expect("a legal configuration");
     let ranks = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
         let mut trainer = Trainer::new(&config, rank, None)?;
-        assert_eq!(trainer.model().num_elements(), config.parameters_per_rank());
+        assert_eq!(
+            trainer.model().num_elements(),
+            config.parameters_per_rank(0)
+        );
         let batch = MicroBatch {
             tokens: (0..66).map(|i| 50256 - i * 761).collect(),
             loss_mask: None,

@@ -27,11 +27,11 @@ fn run<M: Module + Sync>(
         model.init(SEED).expect("initial values");
         let flex = Device::flex();
         let x = arbitrary([6, 2, 16], 1, &flex).autodiff().require_grad();
-        let y = forward(model.module(), x.clone());
+        let y = forward(&model.chunks()[0], x.clone());
         let weighted = y.clone() * arbitrary(y.dims(), 2, &flex).autodiff();
         let gradients = weighted.sum().backward();
         let mut flat = vec![0.0; model.num_elements()];
-        model.add_gradients(&gradients, &mut flat);
+        model.add_gradients(0, &gradients, &mut flat);
         let dx = x.grad(&gradients).expect("the input's gradient");
         (host(y.inner()), host(dx), model.params().to_vec(), flat)
     });

@@ -6,16 +6,20 @@ use burn_megatron::models::gpt::GptModel;
 use burn_megatron::prelude::*;
 use megatron_tests::Run;
 
-/// A language model of one MLP: each token predicts the next from itself alone.
+/// One pipeline stage of a language model of four MLPs: each token predicts the next from itself
+/// alone.
 #[derive(Module, Debug)]
 struct TinyLm {
-    words: VocabParallelEmbedding,
-    mlp: Mlp,
-    head: ColumnParallelLinear,
+    words: Option<VocabParallelEmbedding>,
+    /// Numbered over the whole model, so that their names do not depend on the layout.
+    mlps: Vec<Option<Mlp>>,
+    head: Option<ColumnParallelLinear>,
+    #[module(skip)]
+    vocab: VocabShard,
 }
 
 impl TinyLm {
-    fn new(builder: &ParallelBuilder) -> Self {
+    fn new(stage: &StageLayers, builder: &ParallelBuilder) -> Self {
         let mlp = MlpConfig {
             hidden_size: 32,
             ffn_hidden_size: 64,
@@ -23,38 +27,57 @@ impl TinyLm {
             init_std: 0.2,
             output_init_std: 0.2,
         };
+        let words = VocabParallelEmbeddingConfig::new(50, 64, 32).with_init_std(0.2);
+        let head = ColumnParallelLinearConfig::new(32, 64).with_bias(false);
         TinyLm {
-            words: VocabParallelEmbeddingConfig::new(50, 64, 32)
-                .with_init_std(0.2)
-                .init(builder),
-            mlp: mlp.init(builder),
-            head: ColumnParallelLinearConfig::new(32, 64)
-                .with_bias(false)
-                .init(builder),
+            words: stage.is_first().then(|| words.init(builder)),
+            mlps: (0..stage.layers.end)
+                .map(|i| stage.layers.contains(&i).then(|| mlp.init(builder)))
+                .collect(),
+            head: stage.is_last().then(|| head.init(builder)),
+            vocab: VocabShard::new(50, 64, builder.tp()),
         }
     }
 }
 
 impl Stage for TinyLm {
-    fn loss(&self, tokens: Tensor<2, Int>, labels: Tensor<2, Int>) -> Tensor<2> {
-        let [b, s] = tokens.dims();
-        let x = self
-            .words
-            .forward(tokens.reshape([b * s]))
-            .reshape([b, s, 32]);
-        let (logits, _) = self.head.forward(self.mlp.forward(x));
+    fn hidden_size(&self) -> usize {
+        32
+    }
+
+    fn forward(&self, input: StageInput) -> Tensor<3> {
+        let hidden = match (input, &self.words) {
+            (StageInput::Tokens(tokens), Some(words)) => {
+                let [b, s] = tokens.dims();
+                let tokens = tokens.transpose().reshape([s * b]);
+                words.forward(tokens).reshape([s, b, 32])
+            }
+            (StageInput::Hidden(hidden), None) => hidden,
+            _ => panic!("tokens enter where the embedding is"),
+        };
+        self.mlps
+            .iter()
+            .flatten()
+            .fold(hidden, |x, mlp| x.clone() + mlp.forward(x))
+    }
+
+    fn loss(&self, hidden: Tensor<3>, labels: Tensor<2, Int>) -> Tensor<2> {
+        let [b, s] = labels.dims();
+        let head = self.head.as_ref().expect("the last stage has the head");
+        let (logits, _) = head.forward(hidden);
         let v = logits.dims()[2];
-        let logits = logits.reshape([b * s, v]);
-        let shard = self.words.vocab_shard();
-        vocab_parallel_cross_entropy(logits, labels.reshape([b * s]), &shard).reshape([b, s])
+        let labels = labels.transpose().reshape([s * b]);
+        let loss = vocab_parallel_cross_entropy(logits.reshape([s * b, v]), labels, &self.vocab);
+        loss.reshape([s, b]).transpose()
     }
 }
 
 /// Trains on sequences that count upwards, at a layout; returns the loss of every step.
-fn train(tp: usize, dp: usize) -> Result<Vec<f32>> {
+fn train(tp: usize, pp: usize, v: usize, dp: usize) -> Result<Vec<f32>> {
     let grid = RankGrid::new(
         Axes {
             tp,
+            pp,
             dp,
             ..Axes::all(1)
         },
@@ -76,9 +99,12 @@ fn train(tp: usize, dp: usize) -> Result<Vec<f32>> {
     )?;
     let losses = run_ranks(&grid, DEFAULT_TIMEOUT, |rank| {
         let builder = ParallelBuilder::new(rank);
-        let mut model = ShardedModel::new(TinyLm::new(&builder), &builder);
+        let stages = StageLayers::equal(4, pp * v)?;
+        let mine = stages.iter().skip(rank.groups.pp.comm.rank()).step_by(pp);
+        let chunks = mine.map(|stage| TinyLm::new(stage, &builder)).collect();
+        let mut model = ShardedModel::of_chunks(chunks, &builder);
         model.init(1234)?;
-        let mut trainer = Trainer::for_model(model, config.clone(), rank);
+        let mut trainer = Trainer::for_model(model, config.clone(), rank)?;
         let dp_rank = rank.groups.dp.comm.rank();
         (0..60)
             .map(|step| {
@@ -98,14 +124,24 @@ fn train(tp: usize, dp: usize) -> Result<Vec<f32>> {
 
 #[test]
 fn it_learns_and_its_losses_do_not_depend_on_the_layout() {
-    let one = train(1, 1).expect("one rank");
+    let one = train(1, 1, 1, 1).expect("one rank");
     assert!(one[59] < 0.3 * one[0], "from {} to {}", one[0], one[59]);
-    for (tp, dp) in [(2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
-        let other = train(tp, dp).expect("ranks");
+    let layouts = [
+        (2, 1, 1, 1),
+        (4, 1, 1, 1),
+        (1, 1, 1, 2),
+        (2, 1, 1, 2),
+        (1, 1, 1, 4),
+        (1, 2, 1, 1),
+        (1, 2, 2, 2),
+        (2, 4, 1, 1),
+    ];
+    for (tp, pp, v, dp) in layouts {
+        let other = train(tp, pp, v, dp).expect("ranks");
         for (step, (a, b)) in one.iter().zip(&other).enumerate() {
             assert!(
                 (a - b).abs() < 2e-5,
-                "tp={tp} dp={dp} step {step}: {b} is not {a}"
+                "tp={tp} pp={pp} v={v} dp={dp} step {step}: {b} is not {a}"
             );
         }
     }
@@ -136,17 +172,22 @@ fn a_gpt_takes_another_norm_through_its_layer_spec() {
         pre_mlp_layernorm: norm,
         mlp: gpt.mlp,
     };
-    let losses = [(1, 1), (2, 2)].map(|(tp, dp)| {
-        let config = Run::at(tp, dp).config();
+    let losses = [(1, 1, 1), (2, 2, 1), (1, 2, 2)].map(|(tp, dp, pp)| {
+        let config = Run::at(tp, dp).with_pipeline(pp, 1).config();
         let ranks = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
             let builder = ParallelBuilder::new(rank);
-            let module: GptModel<OwnNorm, SelfAttention, Mlp> =
-                config.model().init_with(&spec, &builder);
-            let mut model = ShardedModel::new(module, &builder);
+            let stages = config.layout().stages_of(rank.groups.pp.comm.rank());
+            let chunks = stages.map(|stage| config.model().init_stage(&spec, stage, &builder));
+            let chunks: Vec<GptModel<OwnNorm, SelfAttention, Mlp>> = chunks.collect();
+            let mut model = ShardedModel::of_chunks(chunks, &builder);
             model.init(7)?;
             let names: Vec<_> = model.params().iter().map(|p| p.name.clone()).collect();
-            assert!(names.contains(&"decoder.layers.3.pre_mlp_layernorm.scale".into()));
-            let mut trainer = Trainer::for_model(model, config.trainer(), rank);
+            let last = rank.groups.pp.comm.rank() + 1 == pp;
+            assert_eq!(
+                names.contains(&"decoder.layers.3.pre_mlp_layernorm.scale".into()),
+                last
+            );
+            let mut trainer = Trainer::for_model(model, config.trainer(), rank)?;
             let dp_rank = rank.groups.dp.comm.rank();
             let microbatch = |i: usize| MicroBatch {
                 tokens: (0..66)
@@ -162,7 +203,9 @@ fn a_gpt_takes_another_norm_through_its_layer_spec() {
         ranks.expect("ranks").swap_remove(0)
     });
     assert!(losses[0][7] < losses[0][0]);
-    for (a, b) in losses[0].iter().zip(&losses[1]) {
-        assert!((a - b).abs() < 2e-6, "{losses:?}");
+    for other in &losses[1..] {
+        for (a, b) in losses[0].iter().zip(other) {
+            assert!((a - b).abs() < 2e-6, "{losses:?}");
+        }
     }
 }

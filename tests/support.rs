@@ -7,7 +7,7 @@ use burn_megatron::models::gpt::GptConfig;
 use burn_megatron::optim::{LrDecayStyle, OptimizerConfig};
 use burn_megatron::random;
 use burn_megatron::shard::FullWeights;
-use burn_megatron::topology::ParallelConfig;
+use burn_megatron::topology::{ParallelConfig, PipelineSchedule};
 use burn_megatron::train::{
     BatchConfig, MicroBatch, ResolvedConfig, StepOutput, TrainConfig, Trainer,
 };
@@ -46,8 +46,15 @@ pub fn tensors(name: impl AsRef<Path>) -> BTreeMap<String, (Vec<usize>, Vec<f32>
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
     pub tp: usize,
+    pub pp: usize,
+    /// Stages on each pipeline rank.
+    pub virtual_stages: usize,
     pub dp: usize,
+    pub schedule: Option<PipelineSchedule>,
+    /// Layers of the first pipeline rank, where not an equal share.
+    pub first_layers: Option<usize>,
     pub micro_batch_size: usize,
+    pub clip_grad: f64,
     pub masked: bool,
     pub per_token_loss: bool,
     pub erf_gelu: bool,
@@ -58,12 +65,44 @@ impl Run {
     pub fn at(tp: usize, dp: usize) -> Self {
         Run {
             tp,
+            pp: 1,
+            virtual_stages: 1,
             dp,
+            schedule: None,
+            first_layers: None,
             micro_batch_size: 2,
+            clip_grad: 1.0,
             masked: false,
             per_token_loss: true,
             erf_gelu: false,
         }
+    }
+
+    /// The same with a pipeline.
+    pub fn with_pipeline(self, pp: usize, virtual_stages: usize) -> Self {
+        Run {
+            pp,
+            virtual_stages,
+            ..self
+        }
+    }
+
+    /// Its layout, for messages.
+    pub fn layout(&self) -> String {
+        let Run {
+            tp,
+            pp,
+            virtual_stages: v,
+            dp,
+            ..
+        } = self;
+        format!("tp={tp} pp={pp} v={v} dp={dp}")
+    }
+
+    /// A path of its own in the temporary folder.
+    pub fn scratch(&self, name: &str) -> PathBuf {
+        let id = std::process::id();
+        std::env::temp_dir().join(format!("megatron-{name}-{id}-{}", self.layout()))
     }
 
     /// The fixtures' model, data and optimizer.
@@ -79,7 +118,11 @@ impl Run {
             },
             parallel: ParallelConfig {
                 tensor_model_parallel_size: self.tp,
-                world_size: Some(self.tp * self.dp),
+                pipeline_model_parallel_size: self.pp,
+                num_virtual_stages_per_pipeline_rank: Some(self.virtual_stages),
+                pipeline_schedule: self.schedule,
+                decoder_first_pipeline_num_layers: self.first_layers,
+                world_size: Some(self.tp * self.pp * self.dp),
                 ..ParallelConfig::default()
             },
             batch: BatchConfig {
@@ -94,7 +137,7 @@ impl Run {
                 lr_warmup_iters: 2,
                 lr_decay_iters: Some(8),
                 weight_decay: 0.1,
-                clip_grad: 1.0,
+                clip_grad: self.clip_grad,
                 adam_beta1: 0.9,
                 adam_beta2: 0.95,
                 adam_eps: 1e-8,
@@ -122,7 +165,13 @@ impl Run {
             let weights = FullWeights::open(fixture("gpt_init.safetensors"))?;
             let mut trainer = Trainer::new(&config, rank, Some(&weights))?;
             let dp_rank = rank.groups.dp.comm.rank();
-            let steps = (0..8).map(|step| trainer.train_step(&self.share(&batches, step, dp_rank)));
+            let steps = (0..8).map(|step| {
+                // The others get theirs from the ranks that read.
+                let share = rank
+                    .reads_data()
+                    .then(|| self.share(&batches, step, dp_rank));
+                trainer.train_step(&share.unwrap_or_default())
+            });
             let steps = steps.collect::<Result<Vec<_>>>()?;
             Ok((steps, f(rank, &trainer)?))
         })?;
@@ -135,7 +184,7 @@ impl Run {
     }
 
     /// Microbatch `i` of data-parallel rank `r` takes samples `[i·b·dp + r·b, +b)` of the step.
-    fn share(
+    pub fn share(
         &self,
         batches: &BTreeMap<String, (Vec<usize>, Vec<f32>)>,
         step: usize,

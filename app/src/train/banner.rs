@@ -67,16 +67,22 @@ fn style(style: LrDecayStyle) -> String {
 
 fn model(plan: &Plan) -> String {
     let (model, resolved) = (&plan.config.model, &plan.resolved);
-    let (total, per_rank) = (resolved.num_parameters(), resolved.parameters_per_rank());
+    let pp = resolved.layout().grid.sizes().pp;
+    let per_rank = (0..pp).map(|rank| resolved.parameters_per_rank(rank)).max();
+    let (total, per_rank) = (resolved.num_parameters(), per_rank.unwrap_or_default());
     format!(
-        "GPT, {} layers, hidden {}, {} heads, vocabulary {} (padded to {}): {} parameters, {} per rank",
+        "GPT, {} layers, hidden {}, {} heads, vocabulary {} (padded to {}): {} parameters, {} {}",
         model.num_layers,
         model.hidden_size,
         model.num_attention_heads,
         grouped(resolved.config().vocab_size as u64),
         grouped(resolved.layout().padded_vocab_size as u64),
         grouped(total as u64),
-        grouped(per_rank as u64)
+        grouped(per_rank as u64),
+        match pp {
+            1 => "per rank",
+            _ => "on the largest rank",
+        }
     )
 }
 

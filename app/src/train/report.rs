@@ -56,7 +56,7 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
 
 /// A line per axis that communicates: what a step's all-reduces were predicted to move, and did.
 fn communication(plan: &Plan, ended: &Ended, steps: u64) -> Vec<String> {
-    let predicted = plan.resolved.step_volumes();
+    let predicted = plan.resolved.step_volumes(0);
     let spent = ended.communication;
     let axes = [
         ("tp", predicted.tp, spent.tp),

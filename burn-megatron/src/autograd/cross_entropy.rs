@@ -7,6 +7,7 @@
 
 use super::{ParallelOps, read_sync, to_host};
 use crate::comm::{CommRef, ReduceOp, raise};
+use crate::topology::shard_range;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
@@ -25,6 +26,21 @@ pub struct VocabShard {
     /// `a` of label smoothing, `0 <= a < 1`; 0 for none.
     pub label_smoothing: f64,
     pub tp: CommRef,
+}
+
+impl VocabShard {
+    /// This rank's part of a vocabulary that is split evenly, without label smoothing.
+    ///
+    /// # Panics
+    /// If `padded_vocab_size` is not a multiple of the group's size.
+    pub fn new(vocab_size: usize, padded_vocab_size: usize, tp: &CommRef) -> Self {
+        VocabShard {
+            rows: shard_range(padded_vocab_size, tp.size(), tp.rank()),
+            vocab_size,
+            label_smoothing: 0.0,
+            tp: tp.clone(),
+        }
+    }
 }
 
 /// Cross entropy per token, in f32.

@@ -1,9 +1,10 @@
 //! Gradients after the backward passes of a step, in the order in which they are finished:
-//! data-parallel sum, global norm, clipping. Megatron's `distributed/finalize_model_grads.py` and
+//! data-parallel sum, sum of tied embeddings, global norm, clipping. Megatron's `distributed/finalize_model_grads.py` and
 //! `optimizer/clip_grads.py`.
 
 use crate::comm::{Communicator, ReduceOp, all_reduce_f64};
 use crate::error::Result;
+use crate::launch::ProcessGroups;
 use crate::shard::ParamRecord;
 
 /// Elements per all-reduce (Megatron's `--ddp-bucket-size`).
@@ -26,18 +27,31 @@ pub fn all_reduce_buckets(
         .try_for_each(|bucket| dp.all_reduce(bucket, ReduceOp::Sum))
 }
 
-/// The 2-norm of the whole model's gradient, each parameter counted once: every rank's part of a
-/// split one, and rank 0's copy of a replicated one. The same on every rank of the group.
+/// Sums the gradients of what the first and the last pipeline stage both hold, over these two.
+/// Nothing to do on the ranks between them.
+pub fn all_reduce_tied(
+    gradients: &mut [f32],
+    params: &[ParamRecord],
+    embedding: &dyn Communicator,
+) -> Result<()> {
+    let tied = params.iter().filter(|param| param.spec.tied_over_stages);
+    tied.map(|param| param.range.clone())
+        .try_for_each(|range| embedding.all_reduce(&mut gradients[range], ReduceOp::Sum))
+}
+
+/// The 2-norm of the whole model's gradient, each parameter counted once: see
+/// [`ParamRecord::counts_at`]. The same on every rank of the tensor- and pipeline-parallel groups.
 pub fn global_norm(
     gradients: &[f32],
     params: &[ParamRecord],
-    tp: &dyn Communicator,
+    groups: &ProcessGroups,
 ) -> Result<f64> {
-    let mine = params.iter().filter(|param| param.counts_at(tp.rank()));
+    let mine = params.iter().filter(|param| param.counts_at(groups));
     let squares = mine
         .map(|param| sum_of_squares(&gradients[param.range.clone()]))
         .sum();
-    Ok(all_reduce_f64(tp, squares)?.sqrt())
+    let stage = all_reduce_f64(&*groups.tp.comm, squares)?;
+    Ok(all_reduce_f64(&*groups.pp.comm, stage)?.sqrt())
 }
 
 /// Sums in eight independent f64 lanes: vectorises, and loses nothing at any length.

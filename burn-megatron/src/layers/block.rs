@@ -3,6 +3,7 @@
 use super::{LayerNorm, LayerNormConfig, Mlp, MlpConfig, SelfAttention, SelfAttentionConfig};
 use crate::autograd::GeluApproximation;
 use crate::shard::ParallelBuilder;
+use crate::topology::StageLayers;
 use burn::module::{Module, ModuleDisplay};
 use burn::tensor::Tensor;
 
@@ -74,16 +75,21 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> LayerSpec<N, A, M> {
         }
     }
 
-    /// The stack of `config.num_layers` layers with its final norm.
+    /// The layers of one pipeline stage, with the final norm on the last.
     pub fn block(
         &self,
         config: &TransformerConfig,
+        stage: &StageLayers,
         builder: &ParallelBuilder,
     ) -> TransformerBlock<N, A, M> {
-        let layers = (0..config.num_layers).map(|_| self.layer(config, builder));
+        let layer = |i: usize| {
+            let here = stage.layers.contains(&i);
+            here.then(|| self.layer(config, builder))
+        };
+        let final_layernorm = || (self.input_layernorm)(config, builder);
         TransformerBlock {
-            layers: layers.collect(),
-            final_layernorm: (self.input_layernorm)(config, builder),
+            layers: (0..stage.layers.end).map(layer).collect(),
+            final_layernorm: stage.is_last().then(final_layernorm),
         }
     }
 }
@@ -109,17 +115,22 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerLayer<N, A, M> {
     }
 }
 
-/// Layers one after another, and the norm after the last.
+/// One pipeline stage's layers one after another, and the norm after the model's last.
 #[derive(Module, Debug)]
 pub struct TransformerBlock<N: Module, A: Module, M: Module> {
-    pub layers: Vec<TransformerLayer<N, A, M>>,
-    pub final_layernorm: N,
+    /// Numbered over the whole model: those of earlier stages are `None`.
+    pub layers: Vec<Option<TransformerLayer<N, A, M>>>,
+    pub final_layernorm: Option<N>,
 }
 
 impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerBlock<N, A, M> {
     /// `[s, b, h] -> [s, b, h]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let x = self.layers.iter().fold(x, |x, layer| layer.forward(x));
-        self.final_layernorm.forward(x)
+        let layers = self.layers.iter().flatten();
+        let x = layers.fold(x, |x, layer| layer.forward(x));
+        match &self.final_layernorm {
+            Some(norm) => norm.forward(x),
+            None => x,
+        }
     }
 }

@@ -2,13 +2,10 @@
 
 use super::DEFAULT_INIT_STD;
 use crate::autograd::{VocabShard, reduce_from_tensor_parallel_region};
-use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
-use crate::topology::shard_range;
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::{Int, Tensor};
-use std::ops::Range;
 
 /// Configuration of a [`VocabParallelEmbedding`].
 #[derive(Config, Debug)]
@@ -21,6 +18,10 @@ pub struct VocabParallelEmbeddingConfig {
     /// Standard deviation of the initial weights.
     #[config(default = "DEFAULT_INIT_STD")]
     pub init_std: f64,
+    /// Whether the last pipeline stage holds a copy as its output layer, where it is not the first
+    /// as well.
+    #[config(default = "false")]
+    pub tied_over_stages: bool,
 }
 
 impl VocabParallelEmbeddingConfig {
@@ -32,11 +33,14 @@ impl VocabParallelEmbeddingConfig {
         let tp = builder.tp();
         let init = Init::Normal { std: self.init_std };
         let spec = builder.split([self.padded_vocab_size, self.hidden_size], 0, init);
+        let spec = spec.with_unpadded_rows(Some(self.vocab_size));
+        let spec = match self.tied_over_stages {
+            true => spec.tied_over_stages(),
+            false => spec,
+        };
         VocabParallelEmbedding {
-            weight: builder.param(spec.with_unpadded_rows(Some(self.vocab_size))),
-            rows: shard_range(self.padded_vocab_size, tp.size(), tp.rank()),
-            vocab_size: self.vocab_size,
-            tp: tp.clone(),
+            weight: builder.param(spec),
+            shard: VocabShard::new(self.vocab_size, self.padded_vocab_size, tp),
         }
     }
 }
@@ -49,32 +53,24 @@ pub struct VocabParallelEmbedding {
     /// `[padded v/t, h]`
     pub weight: Param<Tensor<2>>,
     #[module(skip)]
-    rows: Range<usize>,
-    #[module(skip)]
-    vocab_size: usize,
-    #[module(skip)]
-    tp: CommRef,
+    shard: VocabShard,
 }
 
 impl VocabParallelEmbedding {
     /// This rank's part of the vocabulary, for a loss over logits that are split in the same way.
     pub fn vocab_shard(&self) -> VocabShard {
-        VocabShard {
-            rows: self.rows.clone(),
-            vocab_size: self.vocab_size,
-            label_smoothing: 0.0,
-            tp: self.tp.clone(),
-        }
+        self.shard.clone()
     }
 
     /// # Shapes
     /// - tokens: `[n]`, global ids, the same on every rank
     /// - output: `[n, h]`, the same on every rank
     pub fn forward(&self, tokens: Tensor<1, Int>) -> Tensor<2> {
-        if self.tp.size() == 1 {
+        if self.shard.tp.size() == 1 {
             return self.weight.val().select(0, tokens);
         }
-        let (start, len) = (self.rows.start as i64, self.rows.len() as i64);
+        let rows = &self.shard.rows;
+        let (start, len) = (rows.start as i64, rows.len() as i64);
         let local = tokens - start;
         let elsewhere = local
             .clone()
@@ -83,7 +79,7 @@ impl VocabParallelEmbedding {
         let rows = self.weight.val().select(0, local.clamp(0, len - 1));
         let owned = elsewhere.bool_not().float().unsqueeze_dim(1);
         // Without autodiff as it is, the mask is a constant of the product.
-        reduce_from_tensor_parallel_region(rows * owned, &self.tp)
+        reduce_from_tensor_parallel_region(rows * owned, &self.shard.tp)
     }
 }
 

@@ -1,17 +1,17 @@
 //! GPT: embeddings, a stack of transformer layers, and an output layer over the vocabulary.
 
-use super::Stage;
+use super::{Stage, StageInput};
 use crate::autograd::{
-    GeluApproximation, copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, linear,
-    vocab_parallel_cross_entropy,
+    GeluApproximation, VocabShard, copy_to_tensor_parallel_region,
+    gather_from_tensor_parallel_region, linear, vocab_parallel_cross_entropy,
 };
-use crate::comm::CommRef;
 use crate::layers::{
     ColumnParallelLinear, ColumnParallelLinearConfig, LayerNorm, LayerSpec, Mlp, PositionEmbedding,
     PositionEmbeddingConfig, SelfAttention, Sublayer, TransformerBlock, TransformerConfig,
     VocabParallelEmbedding, VocabParallelEmbeddingConfig,
 };
 use crate::shard::ParallelBuilder;
+use crate::topology::StageLayers;
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 use serde::{Deserialize, Serialize};
@@ -93,25 +93,33 @@ pub struct GptModelConfig {
 }
 
 impl GptModelConfig {
-    /// A rank's part of the model, from GPT's own layers.
+    /// A rank's part of the model on one pipeline stage, from GPT's own layers.
     pub fn init(&self, builder: &ParallelBuilder) -> GptModel {
-        self.init_with(&LayerSpec::gpt(), builder)
+        let whole = StageLayers::whole(self.transformer.num_layers);
+        self.init_stage(&LayerSpec::gpt(), &whole, builder)
     }
 
-    /// A rank's part of the model, from the layers of `spec`.
-    pub fn init_with<N: Sublayer, A: Sublayer, M: Sublayer>(
+    /// A rank's part of one pipeline stage, from the layers of `spec`. What belongs to another stage
+    /// is not made: the embedding is on the first, the final norm and the output layer are on the
+    /// last, where a tied output layer is a copy of the word embeddings.
+    pub fn init_stage<N: Sublayer, A: Sublayer, M: Sublayer>(
         &self,
         spec: &LayerSpec<N, A, M>,
+        stage: &StageLayers,
         builder: &ParallelBuilder,
     ) -> GptModel<N, A, M> {
         let h = self.transformer.hidden_size;
         let init_std = self.transformer.init_method_std;
-        let word_embeddings =
-            VocabParallelEmbeddingConfig::new(self.vocab_size, self.padded_vocab_size, h)
-                .with_init_std(init_std)
-                .init(builder);
-        let position_embeddings =
+        let tied = !self.untie_embeddings_and_output_weights;
+        let words = VocabParallelEmbeddingConfig::new(self.vocab_size, self.padded_vocab_size, h)
+            .with_init_std(init_std)
+            .with_tied_over_stages(tied && stage.num_stages > 1);
+        let positions =
             PositionEmbeddingConfig::new(self.max_position_embeddings, h).with_init_std(init_std);
+        let embedding = || GptEmbedding {
+            word_embeddings: words.init(builder),
+            position_embeddings: stage.is_first().then(|| positions.init(builder)),
+        };
         let output_layer = || {
             ColumnParallelLinearConfig::new(h, self.padded_vocab_size)
                 .with_bias(false)
@@ -120,41 +128,40 @@ impl GptModelConfig {
                 .init(builder)
         };
         GptModel {
-            vocab_size: self.vocab_size,
-            tp: builder.tp().clone(),
-            embedding: GptEmbedding {
-                word_embeddings,
-                position_embeddings: position_embeddings.init(builder),
-            },
-            decoder: spec.block(&self.transformer, builder),
-            output_layer: self.untie_embeddings_and_output_weights.then(output_layer),
+            embedding: (stage.is_first() || tied && stage.is_last()).then(embedding),
+            decoder: spec.block(&self.transformer, stage, builder),
+            output_layer: (!tied && stage.is_last()).then(output_layer),
+            vocab: VocabShard::new(self.vocab_size, self.padded_vocab_size, builder.tp()),
+            hidden_size: h,
+            max_position_embeddings: self.max_position_embeddings,
         }
     }
 
     /// Parameters of the whole model, vocabulary padding included, for GPT's own layers.
     pub fn num_parameters(&self) -> usize {
-        self.parameters_per_rank(1)
+        self.stage_parameters(&StageLayers::whole(self.transformer.num_layers), 1)
     }
 
-    /// Parameters of one of `tp` ranks. Replicated on all of them: norms, positions, and the biases
-    /// of the row-parallel layers.
-    pub fn parameters_per_rank(&self, tp: usize) -> usize {
+    /// Parameters of one pipeline stage on one of `tp` ranks. Replicated on all of these: norms,
+    /// positions, and the biases of the row-parallel layers.
+    pub fn stage_parameters(&self, stage: &StageLayers, tp: usize) -> usize {
         let TransformerConfig {
-            num_layers,
             hidden_size: h,
             ffn_hidden_size: ffn,
             ..
         } = self.transformer;
+        let layers = stage.layers.len();
+        let (first, last) = (usize::from(stage.is_first()), usize::from(stage.is_last()));
         let tables = match self.untie_embeddings_and_output_weights {
-            true => 2,
-            false => 1,
+            true => first + last,
+            false => first.max(last),
         };
         // Weights and biases of QKV, the attention's output, and both layers of the MLP.
         let split_per_layer = (3 * h * h + 3 * h) + h * h + (h * ffn + ffn) + ffn * h;
-        let split = tables * self.padded_vocab_size * h + num_layers * split_per_layer;
+        let split = tables * self.padded_vocab_size * h + layers * split_per_layer;
         // Two norms and two biases a layer; positions; the final norm.
         let replicated =
-            num_layers * (2 * 2 * h + 2 * h) + self.max_position_embeddings * h + 2 * h;
+            layers * (2 * 2 * h + 2 * h) + first * self.max_position_embeddings * h + last * 2 * h;
         split / tp + replicated
     }
 }
@@ -163,7 +170,8 @@ impl GptModelConfig {
 #[derive(Module, Debug)]
 pub struct GptEmbedding {
     pub word_embeddings: VocabParallelEmbedding,
-    pub position_embeddings: PositionEmbedding,
+    /// On the first stage alone.
+    pub position_embeddings: Option<PositionEmbedding>,
 }
 
 impl GptEmbedding {
@@ -174,62 +182,83 @@ impl GptEmbedding {
             .word_embeddings
             .forward(tokens.transpose().reshape([s * b]));
         let h = words.dims()[1];
-        words.reshape([s, b, h]) + self.position_embeddings.forward(s)
+        let words = words.reshape([s, b, h]);
+        match &self.position_embeddings {
+            Some(positions) => words + positions.forward(s),
+            None => words,
+        }
     }
 }
 
-/// A rank's part of a GPT. The module tree's paths are Megatron-Core's parameter names.
+/// A rank's part of one pipeline stage of a GPT. The module tree's paths are Megatron-Core's parameter
+/// names, numbered over the whole model.
 #[derive(Module, Debug)]
 pub struct GptModel<N: Module = LayerNorm, A: Module = SelfAttention, M: Module = Mlp> {
-    pub embedding: GptEmbedding,
+    /// On the first stage, and where the output layer is tied to it on the last.
+    pub embedding: Option<GptEmbedding>,
     pub decoder: TransformerBlock<N, A, M>,
-    /// Absent where the word embeddings serve (tied).
+    /// On the last stage, unless the word embeddings serve (tied).
     pub output_layer: Option<ColumnParallelLinear>,
     #[module(skip)]
-    vocab_size: usize,
+    vocab: VocabShard,
     #[module(skip)]
-    tp: CommRef,
+    hidden_size: usize,
+    #[module(skip)]
+    max_position_embeddings: usize,
 }
 
 impl<N: Sublayer, A: Sublayer, M: Sublayer> GptModel<N, A, M> {
-    /// `tokens [b, s] ->` this rank's logits `[s, b, v/t]`
-    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        self.logits(self.decoder.forward(self.embedding.forward(tokens)))
+    /// The most tokens that it sees at once.
+    pub fn max_position_embeddings(&self) -> usize {
+        self.max_position_embeddings
     }
 
-    /// `hidden [s, b, h] ->` this rank's logits `[s, b, v/t]`
-    fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
-        match &self.output_layer {
-            Some(layer) => layer.forward(hidden).0,
-            None => {
-                let hidden = copy_to_tensor_parallel_region(hidden, &self.tp);
-                linear(hidden, self.embedding.word_embeddings.weight.val())
+    /// On the last stage: `hidden [s, b, h] ->` this rank's logits `[s, b, v/t]`
+    ///
+    /// # Panics
+    /// On a stage without an output layer.
+    pub fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+        match (&self.output_layer, &self.embedding) {
+            (Some(layer), _) => layer.forward(hidden).0,
+            (None, Some(tied)) => {
+                let hidden = copy_to_tensor_parallel_region(hidden, &self.vocab.tp);
+                linear(hidden, tied.word_embeddings.weight.val())
             }
+            (None, None) => panic!("only the last pipeline stage has logits"),
         }
     }
 
-    /// The logits of the token after the last, over the vocabulary without padding.
-    /// `tokens [b, s] -> [b, v]`, the same on every rank.
-    pub fn next_token_logits(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
-        let [b, s] = tokens.dims();
-        let hidden = self.decoder.forward(self.embedding.forward(tokens));
-        let h = hidden.dims()[2];
+    /// On the last stage: the logits of the token after the last, over the vocabulary without
+    /// padding. `hidden [s, b, h] -> [b, v]`, the same on every rank.
+    pub fn next_token_logits(&self, hidden: Tensor<3>) -> Tensor<2> {
+        let [s, b, h] = hidden.dims();
         let logits = self.logits(hidden.slice([s - 1..s, 0..b, 0..h]));
-        let logits = gather_from_tensor_parallel_region(logits, &self.tp);
-        logits
-            .slice([0..1, 0..b, 0..self.vocab_size])
-            .reshape([b, self.vocab_size])
+        let logits = gather_from_tensor_parallel_region(logits, &self.vocab.tp);
+        let v = self.vocab.vocab_size;
+        logits.slice([0..1, 0..b, 0..v]).reshape([b, v])
     }
 }
 
 impl<N: Sublayer, A: Sublayer, M: Sublayer> Stage for GptModel<N, A, M> {
-    fn loss(&self, tokens: Tensor<2, Int>, labels: Tensor<2, Int>) -> Tensor<2> {
+    fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+
+    fn forward(&self, input: StageInput) -> Tensor<3> {
+        let hidden = match (input, &self.embedding) {
+            (StageInput::Hidden(hidden), _) => hidden,
+            (StageInput::Tokens(tokens), Some(embedding)) => embedding.forward(tokens),
+            (StageInput::Tokens(_), None) => panic!("only the first pipeline stage takes tokens"),
+        };
+        self.decoder.forward(hidden)
+    }
+
+    fn loss(&self, hidden: Tensor<3>, labels: Tensor<2, Int>) -> Tensor<2> {
         let [b, s] = labels.dims();
-        let logits = self.forward(tokens);
+        let logits = self.logits(hidden);
         let v = logits.dims()[2];
-        let shard = self.embedding.word_embeddings.vocab_shard();
         let labels = labels.transpose().reshape([s * b]);
-        let loss = vocab_parallel_cross_entropy(logits.reshape([s * b, v]), labels, &shard);
+        let loss = vocab_parallel_cross_entropy(logits.reshape([s * b, v]), labels, &self.vocab);
         loss.reshape([s, b]).transpose()
     }
 }

@@ -5,13 +5,34 @@ pub mod gpt;
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
-/// A model that a [`Trainer`](crate::train::Trainer) can train: it turns one microbatch of tokens
-/// into a loss for each.
+/// What a pipeline stage starts from.
+#[derive(Debug, Clone)]
+pub enum StageInput {
+    /// `[b, s]`, on the first stage: the same on every rank of the tensor-parallel group.
+    Tokens(Tensor<2, Int>),
+    /// `[s, b, h]`, on every other: what the stage before it made.
+    Hidden(Tensor<3>),
+}
+
+/// A model that a [`Trainer`](crate::train::Trainer) can train, or one pipeline stage of it. A model
+/// that is not split by depth is one stage, first and last at once.
 pub trait Stage: Module {
-    /// The loss of every token, before any mask.
+    /// `h` of the tensors that stages exchange.
+    fn hidden_size(&self) -> usize;
+
+    /// Everything up to the next stage; on the last stage, up to what
+    /// [`loss`](Stage::loss) starts from.
     ///
     /// # Shapes
-    /// - tokens, labels: `[b, s]`, the same on every rank of the tensor-parallel group
+    /// - input: the first stage gets tokens, every other the output of the stage before it
+    /// - output: `[s, b, h]`
+    fn forward(&self, input: StageInput) -> Tensor<3>;
+
+    /// The loss of every token, before any mask. Called on the last stage alone.
+    ///
+    /// # Shapes
+    /// - hidden: the stage's own output, `[s, b, h]`
+    /// - labels: `[b, s]`, the same on every rank of the tensor-parallel group
     /// - output: `[b, s]`, likewise
-    fn loss(&self, tokens: Tensor<2, Int>, labels: Tensor<2, Int>) -> Tensor<2>;
+    fn loss(&self, hidden: Tensor<3>, labels: Tensor<2, Int>) -> Tensor<2>;
 }

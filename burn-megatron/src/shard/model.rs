@@ -1,10 +1,12 @@
 //! A rank's model with the record of every parameter, in one flat order.
 
 use super::{FullWeights, Init, ParallelBuilder, ParamSpec, Sharding};
-use crate::comm::all_gather_values;
+use crate::comm::{all_gather_bytes, all_gather_values};
 use crate::error::{ErrorKind, Result};
+use crate::launch::{ProcessGroups, RankContext};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Gradients, Tensor, TensorData};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
 
@@ -22,43 +24,59 @@ pub struct ParamRecord {
 }
 
 impl ParamRecord {
-    /// Whether this rank counts the parameter in sums over the tensor-parallel group: every part
-    /// of a split one, one copy of a replicated one.
-    pub fn counts_at(&self, tp_rank: usize) -> bool {
-        self.spec.sharding != Sharding::Replicated || tp_rank == 0
+    /// Whether this rank counts the parameter in sums over the model-parallel ranks: every part of a
+    /// split one, one copy of a replicated one, the first stage's copy of a tied one.
+    pub fn counts_at(&self, groups: &ProcessGroups) -> bool {
+        let part = self.spec.sharding != Sharding::Replicated || groups.tp.comm.rank() == 0;
+        let copy = self.spec.tied_over_stages && groups.embedding.comm.rank() > 0;
+        part && !copy
     }
 }
 
-/// A rank's model: the module and the records of its parameters. A flat buffer of
-/// [`num_elements`](ShardedModel::num_elements) values holds them all, one after another.
+/// A rank's model: its chunks (one module, or one for each virtual pipeline stage) and the records
+/// of their parameters. A flat buffer of [`num_elements`](ShardedModel::num_elements) values holds
+/// them all, one after another.
 #[derive(Debug)]
 pub struct ShardedModel<M> {
-    module: M,
+    chunks: Vec<M>,
     params: Vec<ParamRecord>,
-    context: crate::launch::RankContext,
+    /// Each chunk's elements in the flat buffers.
+    ranges: Vec<Range<usize>>,
+    context: RankContext,
 }
 
 impl<M: Module> ShardedModel<M> {
     /// Takes the records of `module`'s parameters from the builder that its layers were made with.
     /// Float parameters from elsewhere (a layer of Burn's own) count as replicated.
     pub fn new(module: M, builder: &ParallelBuilder) -> Self {
+        ShardedModel::of_chunks(vec![module], builder)
+    }
+
+    /// The same of several chunks: the rank's virtual pipeline stages, in pipeline order. A path is
+    /// the same in whichever chunk it is, so no two chunks of a model have one in common.
+    pub fn of_chunks(chunks: Vec<M>, builder: &ParallelBuilder) -> Self {
         let mut collect = CollectParams {
             builder,
             path: Vec::new(),
             params: Vec::new(),
             end: 0,
         };
-        module.visit(&mut collect);
+        let ranges = chunks.iter().map(|chunk| {
+            let start = collect.end;
+            chunk.visit(&mut collect);
+            start..collect.end
+        });
         ShardedModel {
+            ranges: ranges.collect(),
             params: collect.params,
-            module,
+            chunks,
             context: builder.context().clone(),
         }
     }
 
-    /// The module.
-    pub fn module(&self) -> &M {
-        &self.module
+    /// The modules: one, or one for each virtual pipeline stage.
+    pub fn chunks(&self) -> &[M] {
+        &self.chunks
     }
 
     /// Its parameters, in flat order.
@@ -91,26 +109,34 @@ impl<M: Module> ShardedModel<M> {
     /// # Errors
     /// If a tensor is missing, misshapen, of another type, or not of this model: all are listed.
     pub fn load(&mut self, weights: &FullWeights) -> Result<()> {
-        let flat = weights.read(&self.params)?;
+        let flat = weights.read(&self.params, &self.names_of_all_stages()?)?;
         self.set_values(&flat);
         Ok(())
     }
 
-    /// Writes the full, unsharded weights to `path`. Every rank of the tensor-parallel group calls
-    /// it; its rank 0 writes.
+    /// Writes the full, unsharded weights to `path`. Every rank of the tensor- and pipeline-parallel
+    /// groups calls it; rank 0 of both writes.
     pub fn save(&self, path: &Path) -> Result<()> {
-        super::weights::save(
-            path,
-            &self.params,
-            &self.values(),
-            &*self.context.groups.tp.comm,
-        )
+        super::weights::save(path, &self.params, &self.values(), &self.context.groups)
+    }
+
+    /// The names of the whole model's parameters, over all pipeline stages.
+    fn names_of_all_stages(&self) -> Result<BTreeSet<String>> {
+        let mine: Vec<&str> = self.params.iter().map(|p| p.name.as_str()).collect();
+        let pp = &*self.context.groups.pp.comm;
+        let all = all_gather_bytes(pp, mine.join("\n").as_bytes())?;
+        let names = all.iter().map(|bytes| String::from_utf8_lossy(bytes));
+        Ok(names
+            .flat_map(|names| names.lines().map(String::from).collect::<Vec<_>>())
+            .collect())
     }
 
     /// A copy of all parameters in flat order.
     pub fn values(&self) -> Vec<f32> {
         let mut flatten = Flatten(Vec::with_capacity(self.num_elements()));
-        self.module.visit(&mut flatten);
+        for chunk in &self.chunks {
+            chunk.visit(&mut flatten);
+        }
         flatten.0
     }
 
@@ -125,18 +151,21 @@ impl<M: Module> ShardedModel<M> {
             "one value per parameter element"
         );
         let mut assign = Assign(flat);
-        self.module = self.module.clone().map(&mut assign);
+        for chunk in &mut self.chunks {
+            *chunk = chunk.clone().map(&mut assign);
+        }
     }
 
-    /// Adds the gradients of one backward pass to `sums`, in flat order. Parameters without a
-    /// gradient add nothing.
-    pub fn add_gradients(&self, gradients: &Gradients, sums: &mut [f32]) {
+    /// Adds the gradients of one backward pass over one of the chunks to `sums`, the flat buffer of
+    /// them all. Parameters without a gradient add nothing.
+    pub fn add_gradients(&self, chunk: usize, gradients: &Gradients, sums: &mut [f32]) {
         assert_eq!(
             sums.len(),
             self.num_elements(),
             "one sum per parameter element"
         );
-        self.module.visit(&mut AddGradients { gradients, sums });
+        let sums = &mut sums[self.ranges[chunk].clone()];
+        self.chunks[chunk].visit(&mut AddGradients { gradients, sums });
     }
 
     /// Every rank must hold the same values of what is replicated.

@@ -39,6 +39,9 @@ pub struct ParamSpec {
     pub init: Init,
     /// Rows of the whole that mean something, where the rest is padding of the vocabulary.
     pub unpadded_rows: Option<usize>,
+    /// The first and the last pipeline stage each hold a copy, under one name: a table that serves
+    /// as embedding there and as output layer here. Their gradients are summed, and it counts once.
+    pub tied_over_stages: bool,
 }
 
 impl ParamSpec {
@@ -49,6 +52,7 @@ impl ParamSpec {
             sharding: Sharding::Replicated,
             init,
             unpadded_rows: None,
+            tied_over_stages: false,
         }
     }
 
@@ -73,6 +77,14 @@ impl ParamSpec {
     pub fn with_unpadded_rows(self, unpadded_rows: Option<usize>) -> Self {
         ParamSpec {
             unpadded_rows,
+            ..self
+        }
+    }
+
+    /// Declares that the first and the last pipeline stage each hold a copy.
+    pub fn tied_over_stages(self) -> Self {
+        ParamSpec {
+            tied_over_stages: true,
             ..self
         }
     }

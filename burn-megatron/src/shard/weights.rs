@@ -4,6 +4,7 @@
 use super::ParamRecord;
 use crate::comm::Communicator;
 use crate::error::{Error, ErrorKind, Result};
+use crate::launch::ProcessGroups;
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensorError, SafeTensors};
@@ -45,13 +46,16 @@ impl FullWeights {
     }
 
     /// This rank's part of every parameter, in flat order. Rows of vocabulary padding are zeros.
-    pub(super) fn read(&self, params: &[ParamRecord]) -> Result<Vec<f32>> {
+    /// `names` are those of the whole model, over all pipeline stages.
+    pub(super) fn read(
+        &self,
+        params: &[ParamRecord],
+        names: &BTreeSet<String>,
+    ) -> Result<Vec<f32>> {
         let tensors = self.tensors()?;
         let mut problems = Vec::new();
-        let mut unknown: BTreeSet<String> = tensors.names().iter().map(|n| n.to_string()).collect();
         let mut flat = vec![0f32; params.last().map_or(0, |p| p.range.end)];
         for param in params {
-            unknown.remove(&param.name);
             match tensors.tensor(&param.name) {
                 Err(_) => problems.push(format!("{} is missing", param.name)),
                 Ok(tensor) => match mismatch(param, &tensor) {
@@ -60,11 +64,9 @@ impl FullWeights {
                 },
             }
         }
-        problems.extend(
-            unknown
-                .iter()
-                .map(|name| format!("{name} is not of this model")),
-        );
+        let stored: BTreeSet<&str> = tensors.names().into_iter().collect();
+        let unknown = stored.into_iter().filter(|name| !names.contains(*name));
+        problems.extend(unknown.map(|name| format!("{name} is not of this model")));
         if problems.is_empty() {
             return Ok(flat);
         }
@@ -104,35 +106,80 @@ fn copy_part(param: &ParamRecord, stored: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Gathers every parameter over the tensor-parallel group and writes them all, on its rank 0.
+/// A parameter's name, its shape without vocabulary padding, and its bytes (little endian f32).
+type Full = (String, Vec<usize>, Vec<u8>);
+
+/// Gathers every parameter over the tensor-parallel group, and the stages over the pipeline; rank 0
+/// of both writes them all.
 pub(super) fn save(
     path: &Path,
     params: &[ParamRecord],
     flat: &[f32],
-    tp: &dyn Communicator,
+    groups: &ProcessGroups,
 ) -> Result<()> {
-    let mut full = Vec::with_capacity(params.len());
+    let (tp, pp) = (&*groups.tp.comm, &*groups.pp.comm);
+    let mut full: Vec<Full> = Vec::with_capacity(params.len());
     for param in params {
-        let values = gather(param, &flat[param.range.clone()], tp)?;
-        full.push((param, values));
+        let mut values = gather(param, &flat[param.range.clone()], tp)?;
+        let shape = param.spec.stored_shape();
+        values.truncate(4 * shape.iter().product::<usize>());
+        full.push((param.name.clone(), shape, values));
     }
     if tp.rank() != 0 {
         return Ok(());
     }
-    let views = full.iter().map(|(param, values)| {
-        let shape = param.spec.stored_shape();
-        let bytes = &values[..4 * shape.iter().product::<usize>()];
-        TensorView::new(Dtype::F32, shape, bytes).map(|view| (param.name.as_str(), view))
-    });
-    let views = views.collect::<Result<Vec<_>, _>>();
+    if pp.rank() != 0 {
+        return send_stage(path, &full, pp);
+    }
+    for stage in 1..pp.size() {
+        for theirs in receive_stage(path, stage, pp)? {
+            // The last stage's copy of a tied table is the same as the first's.
+            if !full.iter().any(|(name, ..)| *name == theirs.0) {
+                full.push(theirs);
+            }
+        }
+    }
     // Written aside: whoever finds a file of this name finds it whole.
     let aside = path.with_added_extension("tmp");
-    let written = views.and_then(|views| safetensors::serialize_to_file(views, None, &aside));
-    written.map_err(|error| match error {
-        SafeTensorError::IoError(source) => Error::io(&aside, source),
-        other => Error::io(&aside, std::io::Error::other(other)),
-    })?;
+    let written = views(&full).and_then(|v| safetensors::serialize_to_file(v, None, &aside));
+    written.map_err(|error| stored_badly(&aside, error))?;
     std::fs::rename(&aside, path).map_err(|e| Error::io(path, e))
+}
+
+fn views(full: &[Full]) -> std::result::Result<Vec<(&str, TensorView<'_>)>, SafeTensorError> {
+    (full.iter())
+        .map(|(name, shape, bytes)| {
+            let view = TensorView::new(Dtype::F32, shape.clone(), bytes)?;
+            Ok((name.as_str(), view))
+        })
+        .collect()
+}
+
+fn stored_badly(path: &Path, error: SafeTensorError) -> Error {
+    match error {
+        SafeTensorError::IoError(source) => Error::io(path, source),
+        other => Error::io(path, std::io::Error::other(other)),
+    }
+}
+
+/// Sends a stage's parameters to the pipeline's rank 0, as a safetensors file after its length.
+fn send_stage(path: &Path, full: &[Full], pp: &dyn Communicator) -> Result<()> {
+    let file = views(full).and_then(|views| safetensors::serialize(views, None));
+    let file = file.map_err(|error| stored_badly(path, error))?;
+    pp.send((file.len() as u64).to_le_bytes().to_vec(), 0)?;
+    pp.send(file, 0)
+}
+
+fn receive_stage(path: &Path, stage: usize, pp: &dyn Communicator) -> Result<Vec<Full>> {
+    let length = pp.receive(size_of::<u64>(), stage)?;
+    let length = u64::from_le_bytes(length.try_into().expect("as long as asked for"));
+    let file = pp.receive(length as usize, stage)?;
+    let tensors = SafeTensors::deserialize(&file).map_err(|error| stored_badly(path, error))?;
+    let full = tensors.iter().map(|(name, tensor)| {
+        let (shape, bytes) = (tensor.shape().to_vec(), tensor.data().to_vec());
+        (name.to_string(), shape, bytes)
+    });
+    Ok(full.collect())
 }
 
 /// The bytes (little endian f32) of the whole parameter.

@@ -4,7 +4,7 @@
 
 use super::nearest::{divisors, multiples};
 use super::{ModelShape, ParallelConfig};
-use crate::error::Violation;
+use crate::error::{Error, Result, Violation};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
@@ -177,6 +177,42 @@ impl StageLayers {
         }
     }
 
+    /// `num_layers` layers in equal stages, in pipeline order.
+    ///
+    /// # Errors
+    /// If they do not divide, with the numbers that do.
+    pub fn equal(num_layers: usize, num_stages: usize) -> Result<Vec<Self>> {
+        let counts = match num_layers.checked_div(num_stages) {
+            Some(each) if each > 0 && num_layers.is_multiple_of(num_stages) => {
+                vec![each; num_stages]
+            }
+            _ => {
+                return Err(Error::config(vec![Violation {
+                    rule: format!("{num_stages} pipeline stages must divide {num_layers} layers"),
+                    nearest: divisors(num_stages, num_layers),
+                }]));
+            }
+        };
+        Ok(StageLayers::of_counts(counts))
+    }
+
+    /// Stages of that many layers each, in pipeline order.
+    fn of_counts(counts: Vec<usize>) -> Vec<Self> {
+        let (num_stages, num_layers) = (counts.len(), counts.iter().sum());
+        let mut end = 0;
+        let stages = counts.into_iter().enumerate().map(|(stage, count)| {
+            let layers = end..end + count;
+            end = layers.end;
+            StageLayers {
+                stage,
+                num_stages,
+                layers,
+                num_layers,
+            }
+        });
+        stages.collect()
+    }
+
     /// Whether tokens enter here.
     pub fn is_first(&self) -> bool {
         self.stage == 0
@@ -188,11 +224,14 @@ impl StageLayers {
     }
 }
 
+/// A value, or all the rules that were broken.
+type Broken<T> = std::result::Result<T, Vec<Violation>>;
+
 /// The stages on each rank, and the layers of every stage in pipeline order.
 pub(super) fn stages(
     parallel: &ParallelConfig,
     model: &ModelShape,
-) -> Result<(usize, Vec<StageLayers>), Vec<Violation>> {
+) -> Broken<(usize, Vec<StageLayers>)> {
     if parallel.pipeline_model_parallel_size == 0 || model.num_layers == 0 {
         // Reported as a size out of range.
         return Ok((1, Vec::new()));
@@ -218,7 +257,10 @@ pub(super) fn stages(
 }
 
 /// Virtual stages on each rank, as the flags say; 1 where they say nothing.
-fn virtual_stages(parallel: &ParallelConfig, num_layers: usize) -> Result<usize, Violation> {
+fn virtual_stages(
+    parallel: &ParallelConfig,
+    num_layers: usize,
+) -> std::result::Result<usize, Violation> {
     let p = parallel.pipeline_model_parallel_size;
     match (
         parallel.num_virtual_stages_per_pipeline_rank,
@@ -269,8 +311,8 @@ fn split(
     parallel: &ParallelConfig,
     model: &ModelShape,
     virtual_stages: usize,
-) -> Result<Vec<StageLayers>, Vec<Violation>> {
-    let (p, v) = (parallel.pipeline_model_parallel_size, virtual_stages);
+) -> Broken<Vec<StageLayers>> {
+    let v = virtual_stages;
     let accounts = parallel.account_for_embedding_in_pipeline_split
         || parallel.account_for_loss_in_pipeline_split;
     let given = parallel.decoder_first_pipeline_num_layers.is_some()
@@ -287,26 +329,11 @@ fn split(
         (false, _) => equal_shares(parallel, model.num_layers, v),
     }?;
     debug_assert_eq!(counts.iter().sum::<usize>(), model.num_layers);
-    let mut end = 0;
-    let stages = counts.into_iter().enumerate().map(|(stage, count)| {
-        let layers = end..end + count;
-        end = layers.end;
-        StageLayers {
-            stage,
-            num_stages: p * v,
-            layers,
-            num_layers: model.num_layers,
-        }
-    });
-    Ok(stages.collect())
+    Ok(StageLayers::of_counts(counts))
 }
 
 /// Equal stages; the embedding and the loss take the place of a layer where they are to count.
-fn equal_shares(
-    parallel: &ParallelConfig,
-    num_layers: usize,
-    v: usize,
-) -> Result<Vec<usize>, Vec<Violation>> {
+fn equal_shares(parallel: &ParallelConfig, num_layers: usize, v: usize) -> Broken<Vec<usize>> {
     let p = parallel.pipeline_model_parallel_size;
     let embedding = usize::from(parallel.account_for_embedding_in_pipeline_split);
     let loss = usize::from(parallel.account_for_loss_in_pipeline_split);
@@ -347,11 +374,7 @@ fn equal_shares(
 }
 
 /// Given numbers of layers on the first and last rank; the others share the rest equally.
-fn given_ends(
-    parallel: &ParallelConfig,
-    num_layers: usize,
-    v: usize,
-) -> Result<Vec<usize>, Vec<Violation>> {
+fn given_ends(parallel: &ParallelConfig, num_layers: usize, v: usize) -> Broken<Vec<usize>> {
     let p = parallel.pipeline_model_parallel_size;
     let (first, last) = (
         parallel.decoder_first_pipeline_num_layers,

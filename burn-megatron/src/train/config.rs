@@ -2,9 +2,13 @@
 
 use super::StepVolumes;
 use crate::error::{Error, ErrorKind, Result, Violation};
+use crate::launch::ProcessGroups;
 use crate::models::gpt::{GptConfig, GptModelConfig};
 use crate::optim::{LrSchedule, OptimizerConfig};
-use crate::topology::{BatchShape, Layout, ModelShape, ParallelConfig, validate};
+use crate::pipeline::Schedule;
+use crate::topology::{
+    BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, PipelineShape, validate,
+};
 use serde::{Deserialize, Serialize};
 
 /// How much data a step takes, under the names of Megatron's flags.
@@ -203,15 +207,22 @@ impl ResolvedConfig {
         self.model().num_parameters()
     }
 
-    /// Parameters of one rank.
-    pub fn parameters_per_rank(&self) -> usize {
-        self.model()
-            .parameters_per_rank(self.layout.grid.sizes().tp)
+    /// Parameters of one rank of that place in the pipeline.
+    pub fn parameters_per_rank(&self, pp_rank: usize) -> usize {
+        let (model, tp) = (self.model(), self.layout.grid.sizes().tp);
+        let stages = self.layout.stages_of(pp_rank);
+        stages.map(|stage| model.stage_parameters(stage, tp)).sum()
     }
 
-    /// What a rank's all-reduces move in one step.
-    pub fn step_volumes(&self) -> StepVolumes {
-        StepVolumes::of(self)
+    /// What a rank of that place in the pipeline communicates in one step.
+    pub fn step_volumes(&self, pp_rank: usize) -> StepVolumes {
+        StepVolumes::of(self, pp_rank)
+    }
+
+    /// What the ranks of the pipeline do in one step.
+    pub fn pipeline_schedule(&self) -> Schedule {
+        Schedule::new(self.layout.pipeline_schedule, self.layout.pipeline())
+            .expect("the layout was validated with its schedule")
     }
 
     /// What a trainer of this run needs to know.
@@ -222,6 +233,8 @@ impl ResolvedConfig {
             batch: self.config.batch,
             vocab_size: self.config.vocab_size,
             calculate_per_token_loss: self.config.calculate_per_token_loss,
+            pipeline_schedule: Some(self.layout.pipeline_schedule),
+            microbatch_group_size_per_virtual_pipeline_stage: self.layout.group_size,
         }
     }
 }
@@ -235,6 +248,10 @@ pub struct TrainerConfig {
     /// Tokens are checked against it.
     pub vocab_size: usize,
     pub calculate_per_token_loss: bool,
+    /// `1f1b` where not given, `interleaved` for several chunks on each rank.
+    pub pipeline_schedule: Option<PipelineSchedule>,
+    /// For `interleaved`; the pipeline size where not given.
+    pub microbatch_group_size_per_virtual_pipeline_stage: Option<usize>,
 }
 
 impl TrainerConfig {
@@ -256,6 +273,37 @@ impl TrainerConfig {
             batch,
             vocab_size,
             calculate_per_token_loss: true,
+            pipeline_schedule: None,
+            microbatch_group_size_per_virtual_pipeline_stage: None,
         })
+    }
+
+    /// The schedule of a pipeline of these groups with `virtual_stages` on each rank.
+    pub(super) fn schedule_of(
+        &self,
+        virtual_stages: usize,
+        groups: &ProcessGroups,
+    ) -> Result<Schedule> {
+        let (pp, dp) = (groups.pp.comm.size(), groups.dp.comm.size());
+        let kind = self.pipeline_schedule;
+        let kind = kind.unwrap_or(PipelineSchedule::default_for(virtual_stages));
+        let samples = self.batch.micro_batch_size * dp;
+        if samples == 0 || !self.batch.global_batch_size.is_multiple_of(samples) {
+            return Err(Error::config(vec![Violation {
+                rule: format!(
+                    "global_batch_size {} must be a multiple of micro_batch_size {} times the \
+                     data-parallel size {dp}",
+                    self.batch.global_batch_size, self.batch.micro_batch_size
+                ),
+                nearest: Vec::new(),
+            }]));
+        }
+        let shape = PipelineShape {
+            ranks: pp,
+            virtual_stages,
+            microbatches: self.batch.global_batch_size / samples,
+            group_size: self.microbatch_group_size_per_virtual_pipeline_stage,
+        };
+        Schedule::new(kind, shape)
     }
 }

@@ -1,9 +1,11 @@
 //! Text from a trained model, one token at a time.
 
 use super::Trainer;
+use super::passes::{hidden_data, to_bytes};
 use crate::error::Result;
 use crate::layers::Sublayer;
 use crate::models::gpt::GptModel;
+use crate::models::{Stage, StageInput};
 use crate::random;
 use burn::module::Module;
 use burn::tensor::{Tensor, TensorData};
@@ -20,8 +22,8 @@ pub struct Sampling {
 
 impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
     /// Continues `prompt` by up to `max_new_tokens`, and returns the new tokens. Every rank of the
-    /// tensor-parallel group calls it, and gets the same. The model sees at most its positions:
-    /// the latest ones.
+    /// tensor- and pipeline-parallel groups calls it, and gets the same. The model sees at most its
+    /// positions: the latest ones.
     ///
     /// # Errors
     /// If another rank fails.
@@ -31,9 +33,9 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
         max_new_tokens: usize,
         sampling: &Sampling,
     ) -> Result<Vec<i64>> {
-        let module = self.model().module().valid();
-        let device = self.context().device.clone().inner();
-        let window = module.embedding.position_embeddings.weight.dims()[0];
+        let chunks: Vec<_> = self.model().chunks().iter().map(Module::valid).collect();
+        let window = chunks[0].max_position_embeddings();
+        let pp = &self.context().groups.pp.comm;
         let mut tokens = if prompt.is_empty() {
             vec![0]
         } else {
@@ -42,12 +44,46 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
         let start = tokens.len();
         for _ in 0..max_new_tokens {
             let seen = &tokens[tokens.len().saturating_sub(window)..];
-            let seen = Tensor::from_data(TensorData::new(seen.to_vec(), [1, seen.len()]), &device);
-            let logits = module.next_token_logits(seen).into_data();
-            let logits = logits.as_slice::<f32>().expect("f32 logits");
-            tokens.push(choose(logits, sampling, tokens.len() as u64));
+            // The last stage chooses for all.
+            let mut chosen = match self.next_token_logits(&chunks, seen)? {
+                Some(logits) => [choose(&logits, sampling, tokens.len() as u64)],
+                None => [0],
+            };
+            pp.broadcast(bytemuck::cast_slice_mut(&mut chosen), pp.size() - 1)?;
+            tokens.extend(chosen);
         }
         Ok(tokens.split_off(start))
+    }
+
+    /// Runs the rank's stages on one sample: the logits of the token after the last of `seen`, on
+    /// the last stage.
+    fn next_token_logits(
+        &self,
+        chunks: &[GptModel<N, A, M>],
+        seen: &[i64],
+    ) -> Result<Option<Vec<f32>>> {
+        let pp = &self.context().groups.pp.comm;
+        let device = self.context().device.clone().inner();
+        let (rank, ranks, stages) = (pp.rank(), pp.size(), pp.size() * chunks.len());
+        for (i, chunk) in chunks.iter().enumerate() {
+            let stage = i * ranks + rank;
+            let input = if stage == 0 {
+                let tokens = TensorData::new(seen.to_vec(), [1, seen.len()]);
+                StageInput::Tokens(Tensor::from_data(tokens, &device))
+            } else {
+                let shape = [seen.len(), 1, chunk.hidden_size()];
+                let bytes = size_of::<f32>() * shape.iter().product::<usize>();
+                let bytes = pp.receive(bytes, (rank + ranks - 1) % ranks)?;
+                StageInput::Hidden(Tensor::from_data(hidden_data(bytes, shape), &device))
+            };
+            let hidden = chunk.forward(input);
+            if stage + 1 == stages {
+                let logits = chunk.next_token_logits(hidden).into_data();
+                return Ok(Some(logits.try_into_vec::<f32>().expect("f32 logits")));
+            }
+            pp.send(to_bytes(hidden), (rank + 1) % ranks)?;
+        }
+        Ok(None)
     }
 }
 

@@ -3,10 +3,13 @@
 
 mod config;
 mod generate;
+mod microbatch;
+mod passes;
 mod step;
 mod volume;
 
 pub use config::{BatchConfig, ResolvedConfig, TrainConfig, TrainerConfig};
 pub use generate::Sampling;
-pub use step::{LossSum, MicroBatch, StepOutput, Trainer};
+pub use microbatch::{LossSum, MicroBatch};
+pub use step::{PipelineRecord, StepOutput, Trainer};
 pub use volume::{StepVolume, StepVolumes};

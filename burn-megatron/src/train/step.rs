@@ -1,57 +1,20 @@
 //! One rank's trainer.
 
+use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
+use super::passes::{ForwardPasses, Passes, Step};
 use super::{ResolvedConfig, TrainerConfig};
-use crate::comm::{CommRef, all_gather_values};
-use crate::error::{ErrorKind, Result};
+use crate::error::Result;
 use crate::grads;
 use crate::launch::RankContext;
+use crate::layers::LayerSpec;
 use crate::models::Stage;
 use crate::models::gpt::GptModel;
 use crate::optim::AdamW;
+use crate::pipeline::{self, Schedule, Span};
 use crate::shard::{FullWeights, ParallelBuilder, ShardedModel};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::module::Module;
+use burn::tensor::Device;
 use std::path::Path;
-
-/// Tokens of one microbatch of one data-parallel rank.
-#[derive(Debug, Clone, PartialEq)]
-pub struct MicroBatch {
-    /// `[micro batch, seq + 1]`, row by row: a sample's inputs are its first `seq`, its labels its
-    /// last `seq`.
-    pub tokens: Vec<i64>,
-    /// `[micro batch, seq]`: which labels count; all where absent.
-    pub loss_mask: Option<Vec<f32>>,
-}
-
-/// A loss over many tokens: kept as a sum, so that it can be averaged once.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct LossSum {
-    pub sum: f64,
-    pub tokens: f64,
-}
-
-impl LossSum {
-    /// Loss per token; 0 where no token counts.
-    pub fn mean(&self) -> f32 {
-        match self.tokens > 0.0 {
-            true => (self.sum / self.tokens) as f32,
-            false => 0.0,
-        }
-    }
-
-    fn add(&mut self, other: LossSum) {
-        self.sum += other.sum;
-        self.tokens += other.tokens;
-    }
-
-    /// The sum over a group, added up in rank order.
-    fn all_reduce(self, comm: &CommRef) -> Result<LossSum> {
-        let mut total = LossSum::default();
-        for [sum, tokens] in all_gather_values(&**comm, [self.sum, self.tokens])? {
-            total.add(LossSum { sum, tokens });
-        }
-        Ok(total)
-    }
-}
 
 /// What a step reports; the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -76,16 +39,28 @@ pub struct Trainer<M = GptModel> {
     model: ShardedModel<M>,
     config: TrainerConfig,
     context: RankContext,
+    schedule: Schedule,
     optimizer: AdamW,
     /// The optimizer's copy of the parameters, in flat order.
     values: Vec<f32>,
     /// Sums over the step's microbatches, in flat order.
     gradients: Vec<f32>,
     iteration: usize,
+    last_step: PipelineRecord,
+}
+
+/// What this rank did in the pipeline in one step.
+#[derive(Debug, Clone, Default)]
+pub struct PipelineRecord {
+    /// When it ran what, in seconds since [`RankContext::clock`].
+    pub spans: Vec<Span>,
+    /// The most forwards that waited for their backward at once, over all of its stages.
+    pub max_live: usize,
 }
 
 impl Trainer {
-    /// A GPT with its initial weights: Megatron's rule from the run's seed, or `weights`.
+    /// A GPT with its initial weights: Megatron's rule from the run's seed, or `weights`. The rank
+    /// makes its own pipeline stages alone.
     ///
     /// # Errors
     /// If `weights` do not fit the model.
@@ -95,19 +70,31 @@ impl Trainer {
         weights: Option<&FullWeights>,
     ) -> Result<Self> {
         let builder = ParallelBuilder::new(rank);
-        let mut model = ShardedModel::new(config.model().init(&builder), &builder);
+        let stages = config.layout().stages_of(rank.groups.pp.comm.rank());
+        let (model, spec) = (config.model(), LayerSpec::gpt());
+        let chunks = stages.map(|stage| model.init_stage(&spec, stage, &builder));
+        let mut model = ShardedModel::of_chunks(chunks.collect(), &builder);
         match weights {
             Some(weights) => model.load(weights)?,
             None => model.init(config.config().seed)?,
         }
-        Ok(Trainer::for_model(model, config.trainer(), rank))
+        Trainer::for_model(model, config.trainer(), rank)
     }
 }
 
 impl<M: Stage> Trainer<M> {
-    /// A trainer for any model whose weights are filled.
-    pub fn for_model(model: ShardedModel<M>, config: TrainerConfig, rank: &RankContext) -> Self {
-        Trainer {
+    /// A trainer for any model whose weights are filled. With a pipeline, its chunks are the stages
+    /// `rank`, `p + rank`, … of this rank's place in the pipeline.
+    ///
+    /// # Errors
+    /// If the pipeline's schedule cannot run the batch, with what it can.
+    pub fn for_model(
+        model: ShardedModel<M>,
+        config: TrainerConfig,
+        rank: &RankContext,
+    ) -> Result<Self> {
+        Ok(Trainer {
+            schedule: config.schedule_of(model.chunks().len(), &rank.groups)?,
             optimizer: AdamW::new(config.optimizer.adamw(), model.params()),
             values: model.values(),
             gradients: vec![0.0; model.num_elements()],
@@ -115,7 +102,8 @@ impl<M: Stage> Trainer<M> {
             config,
             context: rank.clone(),
             iteration: 0,
-        }
+            last_step: PipelineRecord::default(),
+        })
     }
 
     /// The rank's model.
@@ -123,27 +111,46 @@ impl<M: Stage> Trainer<M> {
         &self.model
     }
 
-    /// One optimizer step over this rank's share of the global batch. Every rank calls it.
+    /// What the ranks of the pipeline do in a step.
+    pub fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// What this rank did in the pipeline in the last step.
+    pub fn last_step(&self) -> &PipelineRecord {
+        &self.last_step
+    }
+
+    /// One optimizer step over this data-parallel rank's share of the global batch. Every rank calls
+    /// it; the microbatches are those of the ranks that
+    /// [read the data](RankContext::reads_data), which share them with their tensor-parallel group:
+    /// what other ranks pass is not looked at.
     ///
     /// # Errors
     /// If a microbatch is misshapen or has a token outside of the vocabulary, or if another rank
     /// fails.
     pub fn train_step(&mut self, microbatches: &[MicroBatch]) -> Result<StepOutput> {
+        let groups = &self.context.groups;
+        let microbatches = self.take(microbatches)?;
+        let step = self.step(&microbatches, &self.context.device);
         self.gradients.fill(0.0);
-        let mut loss = LossSum::default();
-        for microbatch in microbatches {
-            loss.add(self.forward_backward(microbatch, microbatches.len())?);
-        }
-        let (tp, dp) = (&self.context.groups.tp.comm, &self.context.groups.dp.comm);
-        let loss = loss.all_reduce(dp)?;
+        let mut passes = Passes::new(step, &self.model, &mut self.gradients);
+        let clock = self.context.clock;
+        let spans = pipeline::execute(&self.schedule, &*groups.pp.comm, &mut passes, clock)?;
+        let (loss, max_live) = passes.finish();
+        self.last_step = PipelineRecord { spans, max_live };
+        let loss = loss
+            .all_reduce(&groups.dp.comm)?
+            .all_reduce(&groups.pp.comm)?;
 
-        let bucket = grads::DEFAULT_BUCKET_ELEMENTS;
-        grads::all_reduce_buckets(&mut self.gradients, &**dp, bucket)?;
+        let (params, bucket) = (self.model.params(), grads::DEFAULT_BUCKET_ELEMENTS);
+        grads::all_reduce_buckets(&mut self.gradients, &*groups.dp.comm, bucket)?;
+        grads::all_reduce_tied(&mut self.gradients, params, &*groups.embedding.comm)?;
         let average = match self.config.calculate_per_token_loss {
             true => 1.0 / loss.tokens.max(1.0),
-            false => 1.0 / dp.size() as f64,
+            false => 1.0 / groups.dp.comm.size() as f64,
         };
-        let norm = average * grads::global_norm(&self.gradients, self.model.params(), &**tp)?;
+        let norm = average * grads::global_norm(&self.gradients, params, groups)?;
         let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
 
         let learning_rate = self.config.schedule.learning_rate(self.consumed_samples());
@@ -165,23 +172,23 @@ impl<M: Stage> Trainer<M> {
         })
     }
 
-    /// The loss over this rank's share of some batch, without training. Every rank calls it, and
-    /// gets the loss over all.
+    /// The loss over this rank's share of some batch, without training. Every rank calls it, as
+    /// [`train_step`](Trainer::train_step), and gets the loss over all.
     ///
     /// # Errors
     /// As for [`train_step`](Trainer::train_step).
     pub fn evaluate(&self, microbatches: &[MicroBatch]) -> Result<LossSum> {
-        let module = self.model.module().valid();
+        let groups = &self.context.groups;
+        let microbatches = self.take(microbatches)?;
+        let chunks: Vec<M> = self.model.chunks().iter().map(Module::valid).collect();
         let device = self.context.device.clone().inner();
-        let mut total = LossSum::default();
-        for microbatch in microbatches {
-            let (sum, tokens) = self.masked_loss(&module, microbatch, &device)?;
-            total.add(LossSum {
-                sum: read_scalar(sum),
-                tokens,
-            });
-        }
-        total.all_reduce(&self.context.groups.dp.comm)
+        let mut passes = ForwardPasses::new(self.step(&microbatches, &device), &chunks);
+        let schedule = self.schedule.forward_only();
+        pipeline::execute(&schedule, &*groups.pp.comm, &mut passes, self.context.clock)?;
+        passes
+            .finish()
+            .all_reduce(&groups.dp.comm)?
+            .all_reduce(&groups.pp.comm)
     }
 
     /// Writes the full, unsharded weights as safetensors. Every rank calls it.
@@ -205,100 +212,31 @@ impl<M: Stage> Trainer<M> {
         (self.iteration * self.config.batch.global_batch_size) as u64
     }
 
-    /// Forward and backward of one microbatch: adds its gradients, returns its loss.
-    fn forward_backward(&mut self, microbatch: &MicroBatch, of: usize) -> Result<LossSum> {
-        let device = &self.context.device;
-        let (sum, tokens) = self.masked_loss(self.model.module(), microbatch, device)?;
-        let loss = LossSum {
-            sum: read_scalar(sum.clone().inner()),
-            tokens,
-        };
-        let scaled = match self.config.calculate_per_token_loss {
-            true => sum,
-            false => sum / (tokens.max(1.0) * of as f64),
-        };
-        let gradients = scaled.backward();
-        self.model.add_gradients(&gradients, &mut self.gradients);
-        Ok(loss)
+    /// The step's microbatches, on the stages that need them.
+    fn take(&self, microbatches: &[MicroBatch]) -> Result<Vec<MicroBatch>> {
+        let groups = &self.context.groups;
+        let (shape, count) = (self.shape(), self.schedule.shape().microbatches);
+        let pp = &groups.pp.comm;
+        if pp.rank() != 0 && pp.rank() + 1 != pp.size() {
+            return Ok(Vec::new());
+        }
+        if self.context.reads_data() {
+            shape.check(microbatches, count, self.context.rank)?;
+        }
+        shape.broadcast(microbatches, count, &*groups.tp.comm)
     }
 
-    /// The sum of the losses that count, and how many they are.
-    fn masked_loss(
-        &self,
-        module: &M,
-        microbatch: &MicroBatch,
-        device: &Device,
-    ) -> Result<(Tensor<1>, f64)> {
-        let (s, b) = (
-            self.config.batch.seq_length,
-            self.config.batch.micro_batch_size,
-        );
-        self.check(microbatch)?;
-        let rows = |skip: usize| -> Tensor<2, Int> {
-            let rows = microbatch
-                .tokens
-                .chunks(s + 1)
-                .flat_map(|row| &row[skip..skip + s]);
-            Tensor::from_data(
-                TensorData::new(rows.copied().collect::<Vec<i64>>(), [b, s]),
-                device,
-            )
-        };
-        let loss = module.loss(rows(0), rows(1));
-        Ok(match &microbatch.loss_mask {
-            None => (loss.sum(), (b * s) as f64),
-            Some(mask) => {
-                let tokens = mask.iter().map(|m| f64::from(*m)).sum();
-                let mask = Tensor::from_data(TensorData::new(mask.clone(), [b, s]), device);
-                ((loss * mask).sum(), tokens)
-            }
-        })
+    fn shape(&self) -> MicroBatchShape {
+        MicroBatchShape::new(&self.config.batch, self.config.vocab_size)
     }
 
-    fn check(&self, microbatch: &MicroBatch) -> Result<()> {
-        let (s, b) = (
-            self.config.batch.seq_length,
-            self.config.batch.micro_batch_size,
-        );
-        let fail = |reason: String| {
-            let rank = self.context.rank;
-            Err(ErrorKind::Rank { rank, reason }.into())
-        };
-        let (len, want) = (microbatch.tokens.len(), b * (s + 1));
-        if len != want {
-            return fail(format!(
-                "got a microbatch of {len} tokens, not {b} x ({s} + 1) = {want}"
-            ));
-        }
-        if let Some(mask) = microbatch
-            .loss_mask
-            .as_ref()
-            .filter(|mask| mask.len() != b * s)
-        {
-            return fail(format!(
-                "got a loss mask of {} values, not {b} x {s}",
-                mask.len()
-            ));
-        }
-        let vocabulary = 0..self.config.vocab_size as i64;
-        match microbatch
-            .tokens
-            .iter()
-            .position(|token| !vocabulary.contains(token))
-        {
-            Some(at) => fail(format!(
-                "got token {} at position {} of sample {} of a microbatch, but the vocabulary has {} \
-                 entries; the data was made with another tokenizer",
-                microbatch.tokens[at],
-                at % (s + 1),
-                at / (s + 1),
-                self.config.vocab_size
-            )),
-            None => Ok(()),
+    fn step<'a>(&self, microbatches: &'a [MicroBatch], device: &'a Device) -> Step<'a> {
+        Step {
+            pipeline: *self.schedule.shape(),
+            shape: self.shape(),
+            microbatches,
+            device,
+            calculate_per_token_loss: self.config.calculate_per_token_loss,
         }
     }
-}
-
-fn read_scalar(x: Tensor<1>) -> f64 {
-    f64::from(x.into_scalar::<f32>())
 }

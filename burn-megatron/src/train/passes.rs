@@ -1,0 +1,239 @@
+//! Forward and backward of microbatches through a rank's stages: what the pipeline's executor runs.
+
+use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
+use crate::autograd::BackwardSeed;
+use crate::error::Result;
+use crate::models::{Stage, StageInput};
+use crate::pipeline::Work;
+use crate::shard::ShardedModel;
+use crate::topology::PipelineShape;
+use burn::tensor::{Device, Gradients, Tensor, TensorData};
+use std::collections::HashMap;
+
+/// What the passes of one step have in common.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Step<'a> {
+    pub pipeline: PipelineShape,
+    pub shape: MicroBatchShape,
+    /// Empty on the stages between the first and the last.
+    pub microbatches: &'a [MicroBatch],
+    pub device: &'a Device,
+    pub calculate_per_token_loss: bool,
+}
+
+/// A graph between a stage's forward and its backward.
+struct Graph {
+    /// What the forward started from, where another stage wants its gradient.
+    input: Option<Tensor<3>>,
+    end: End,
+}
+
+enum End {
+    Loss(Tensor<1>),
+    Output(BackwardSeed),
+}
+
+/// Training: forwards keep their graphs until their backwards, which add to the gradients and free
+/// them.
+pub(super) struct Passes<'a, M> {
+    step: Step<'a>,
+    model: &'a ShardedModel<M>,
+    /// Sums over the step's microbatches, in flat order.
+    gradients: &'a mut [f32],
+    live: HashMap<(usize, usize), Graph>,
+    max_live: usize,
+    loss: LossSum,
+}
+
+impl<'a, M: Stage> Passes<'a, M> {
+    pub fn new(step: Step<'a>, model: &'a ShardedModel<M>, gradients: &'a mut [f32]) -> Self {
+        Passes {
+            step,
+            model,
+            gradients,
+            live: HashMap::new(),
+            max_live: 0,
+            loss: LossSum::default(),
+        }
+    }
+
+    /// This rank's loss, 0 but on the last stage, and the most graphs that were alive at once.
+    pub fn finish(self) -> (LossSum, usize) {
+        (self.loss, self.max_live)
+    }
+}
+
+impl<M: Stage> Work for Passes<'_, M> {
+    fn message_bytes(&self) -> usize {
+        self.step.message_bytes(&self.model.chunks()[0])
+    }
+
+    fn forward(
+        &mut self,
+        stage: usize,
+        microbatch: usize,
+        input: Option<Vec<u8>>,
+    ) -> Result<Option<Vec<u8>>> {
+        let step = self.step;
+        let chunk = &self.model.chunks()[step.pipeline.chunk_of(stage)];
+        let input = input.map(|bytes| {
+            let data = step.hidden_data(chunk, bytes);
+            Tensor::from_data(data, step.device).require_grad()
+        });
+        let output = step.forward(chunk, microbatch, input.clone());
+        let (end, message) = if step.is_last(stage) {
+            let (loss, scaled) = step.loss(chunk, microbatch, output);
+            self.loss.add(loss);
+            (End::Loss(scaled), None)
+        } else {
+            let message = to_bytes(output.clone().inner());
+            (End::Output(BackwardSeed::new(output)), Some(message))
+        };
+        self.live.insert((stage, microbatch), Graph { input, end });
+        self.max_live = self.max_live.max(self.live.len());
+        Ok(message)
+    }
+
+    fn backward(
+        &mut self,
+        stage: usize,
+        microbatch: usize,
+        gradient: Option<Vec<u8>>,
+    ) -> Result<Option<Vec<u8>>> {
+        let graph = self.live.remove(&(stage, microbatch));
+        let Graph { input, end } = graph.expect("a checked schedule runs forward first");
+        let chunk = self.step.pipeline.chunk_of(stage);
+        let mut gradients: Gradients = match (end, gradient) {
+            (End::Loss(loss), _) => loss.backward(),
+            (End::Output(seed), Some(bytes)) => {
+                seed.backward(self.step.hidden_data(&self.model.chunks()[chunk], bytes))
+            }
+            (End::Output(_), None) => unreachable!("all stages but the last receive a gradient"),
+        };
+        self.model.add_gradients(chunk, &gradients, self.gradients);
+        let input = input.map(|input| {
+            let gradient = input.grad_remove(&mut gradients);
+            to_bytes(gradient.unwrap_or_else(|| input.inner().zeros_like()))
+        });
+        Ok(input)
+    }
+}
+
+/// Evaluation: forwards alone, that keep nothing.
+pub(super) struct ForwardPasses<'a, M> {
+    step: Step<'a>,
+    /// Without autodiff.
+    chunks: &'a [M],
+    loss: LossSum,
+}
+
+impl<'a, M: Stage> ForwardPasses<'a, M> {
+    pub fn new(step: Step<'a>, chunks: &'a [M]) -> Self {
+        ForwardPasses {
+            step,
+            chunks,
+            loss: LossSum::default(),
+        }
+    }
+
+    /// This rank's loss, 0 but on the last stage.
+    pub fn finish(self) -> LossSum {
+        self.loss
+    }
+}
+
+impl<M: Stage> Work for ForwardPasses<'_, M> {
+    fn message_bytes(&self) -> usize {
+        self.step.message_bytes(&self.chunks[0])
+    }
+
+    fn forward(
+        &mut self,
+        stage: usize,
+        microbatch: usize,
+        input: Option<Vec<u8>>,
+    ) -> Result<Option<Vec<u8>>> {
+        let step = self.step;
+        let chunk = &self.chunks[step.pipeline.chunk_of(stage)];
+        let input =
+            input.map(|bytes| Tensor::from_data(step.hidden_data(chunk, bytes), step.device));
+        let output = step.forward(chunk, microbatch, input);
+        if step.is_last(stage) {
+            let (loss, _) = step.loss(chunk, microbatch, output);
+            self.loss.add(loss);
+            return Ok(None);
+        }
+        Ok(Some(to_bytes(output)))
+    }
+
+    fn backward(&mut self, _: usize, _: usize, _: Option<Vec<u8>>) -> Result<Option<Vec<u8>>> {
+        unreachable!("an evaluation has no backward")
+    }
+}
+
+impl Step<'_> {
+    fn is_last(&self, stage: usize) -> bool {
+        stage + 1 == self.pipeline.num_stages()
+    }
+
+    /// `[s, b, h]` of what stages exchange.
+    fn hidden_shape<M: Stage>(&self, chunk: &M) -> [usize; 3] {
+        [self.shape.seq, self.shape.samples, chunk.hidden_size()]
+    }
+
+    fn message_bytes<M: Stage>(&self, chunk: &M) -> usize {
+        size_of::<f32>() * self.hidden_shape(chunk).iter().product::<usize>()
+    }
+
+    fn hidden_data<M: Stage>(&self, chunk: &M, bytes: Vec<u8>) -> TensorData {
+        hidden_data(bytes, self.hidden_shape(chunk))
+    }
+
+    fn forward<M: Stage>(
+        &self,
+        chunk: &M,
+        microbatch: usize,
+        hidden: Option<Tensor<3>>,
+    ) -> Tensor<3> {
+        chunk.forward(match hidden {
+            Some(hidden) => StageInput::Hidden(hidden),
+            None => {
+                let microbatch = &self.microbatches[microbatch];
+                StageInput::Tokens(self.shape.inputs(microbatch, self.device))
+            }
+        })
+    }
+
+    /// The loss, and what its backward starts from.
+    fn loss<M: Stage>(
+        &self,
+        chunk: &M,
+        microbatch: usize,
+        hidden: Tensor<3>,
+    ) -> (LossSum, Tensor<1>) {
+        let microbatch = &self.microbatches[microbatch];
+        let losses = chunk.loss(hidden, self.shape.labels(microbatch, self.device));
+        let (sum, tokens) = self.shape.masked_sum(losses, microbatch);
+        let loss = LossSum {
+            sum: f64::from(sum.clone().inner().into_scalar::<f32>()),
+            tokens,
+        };
+        let scaled = match self.calculate_per_token_loss {
+            true => sum,
+            false => sum / (tokens.max(1.0) * self.microbatches.len() as f64),
+        };
+        (loss, scaled)
+    }
+}
+
+/// What a stage received, as the data of `[s, b, h]`.
+pub(super) fn hidden_data(bytes: Vec<u8>, shape: [usize; 3]) -> TensorData {
+    // Bytes may lie anywhere, f32 only at multiples of 4: hence a copy.
+    let values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
+    TensorData::new(values, shape)
+}
+
+/// A tensor as a message.
+pub(super) fn to_bytes(x: Tensor<3>) -> Vec<u8> {
+    x.into_data().as_bytes().to_vec()
+}
