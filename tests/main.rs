@@ -6,3 +6,4 @@ mod launching;
 mod layers;
 mod mappings;
 mod own_model;
+mod pipeline;

@@ -25,7 +25,7 @@ impl TinyLm {
             ffn_hidden_size: 64,
             gelu: GeluApproximation::Tanh,
             init_std: 0.2,
-            output_init_std: 0.2,
+            output_init_std: 0.02,
         };
         let words = VocabParallelEmbeddingConfig::new(50, 64, 32).with_init_std(0.2);
         let head = ColumnParallelLinearConfig::new(32, 64).with_bias(false);
@@ -90,7 +90,7 @@ fn train(tp: usize, pp: usize, v: usize, dp: usize) -> Result<Vec<f32>> {
     };
     let config = TrainerConfig::new(
         OptimizerConfig {
-            lr: 0.02,
+            lr: 0.005,
             ..Default::default()
         },
         batch,
@@ -140,7 +140,7 @@ fn it_learns_and_its_losses_do_not_depend_on_the_layout() {
         let other = train(tp, pp, v, dp).expect("ranks");
         for (step, (a, b)) in one.iter().zip(&other).enumerate() {
             assert!(
-                (a - b).abs() < 2e-5,
+                (a - b).abs() < 2e-6,
                 "tp={tp} pp={pp} v={v} dp={dp} step {step}: {b} is not {a}"
             );
         }

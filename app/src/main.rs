@@ -5,6 +5,7 @@ mod config;
 mod data;
 mod error;
 mod preprocess;
+mod schedule;
 mod train;
 mod units;
 
@@ -16,6 +17,7 @@ fn main() -> ExitCode {
     let done = match cli::Cli::parse().command {
         cli::Command::Train(args) => train::run(&args),
         cli::Command::Preprocess(args) => preprocess::run(&args),
+        cli::Command::Schedule(args) => schedule::run(&args).map(|()| ExitCode::SUCCESS),
     };
     match done {
         Ok(code) => code,

@@ -87,7 +87,7 @@ fn flags(command: &str) -> Vec<String> {
 #[test]
 fn the_flags_are_those_of_the_list() {
     let expected = include_str!("options.txt");
-    let found: Vec<String> = ["preprocess", "train"]
+    let found: Vec<String> = ["preprocess", "schedule", "train"]
         .iter()
         .flat_map(|c| flags(c))
         .collect();
@@ -334,4 +334,128 @@ fn a_used_run_directory_is_refused() {
     fs::write(run.path("run/config.toml"), "").unwrap();
     let message = stderr(&mut fixture_run(&run), 2);
     assert!(message.contains("is not empty"), "{message}");
+}
+
+#[test]
+fn a_schedule_is_megatrons_order_as_json() {
+    let args = ["schedule", "--pp", "4", "--micro-batches", "8"];
+    let said = stdout(megatron(&args).args(["--virtual", "2", "--format", "json"]));
+    let ranks: Vec<Vec<Value>> = serde_json::from_str(&said).unwrap();
+    assert_eq!(ranks.len(), 4);
+    let op = |op: &Value| {
+        let kind = op["kind"].as_str().unwrap().to_string();
+        format!("{kind}{}.{}", op["microbatch"], op["chunk"])
+    };
+    let ops: Vec<String> = ranks[3].iter().map(op).collect();
+    assert_eq!(ops.len(), 2 * 8 * 2);
+    // The last rank turns back as soon as its second chunk has a micro batch.
+    let start = [
+        "F0.0", "F1.0", "F2.0", "F3.0", "F0.1", "B0.1", "F1.1", "B1.1",
+    ];
+    assert_eq!(ops[..8], start);
+    let keys: Vec<&String> = ranks[0][0].as_object().unwrap().keys().collect();
+    assert_eq!(keys, ["chunk", "kind", "microbatch"]);
+}
+
+#[test]
+fn a_schedule_that_cannot_be_names_the_nearest_that_can() {
+    let args = ["schedule", "--micro-batches", "6", "--virtual", "2"];
+    let message = stderr(&mut megatron(&args), 2);
+    let nearest = "nearest legal: 4 micro batches, 8 micro batches";
+    for part in [nearest, "help: change --pp, --micro-batches"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    let idle = ["--forward-time", "0", "--backward-time", "0"];
+    let message = stderr(megatron(&["schedule"]).args(idle), 2);
+    assert!(message.contains("nothing to draw"), "{message}");
+    let message = stderr(&mut megatron(&["schedule", "--p2p-time", "-1"]), 2);
+    assert!(message.contains("a time is 0, or"), "{message}");
+    let group = ["--microbatch-group-size-per-virtual-pipeline-stage", "4"];
+    let message = stderr(megatron(&["schedule"]).args(group), 2);
+    assert!(message.contains("1f1b has no groups"), "{message}");
+}
+
+#[test]
+fn a_schedule_is_a_table_with_its_bubble() {
+    let said = stdout(&mut megatron(&["schedule", "--micro-batches", "16"]));
+    assert!(!said.contains('\x1b'), "{said}");
+    for part in [
+        "rank 3  ............F0- B0----- F1- B1-----",
+        "bubble     18.8% of compute time; (p-1)/m = 3/16 = 18.8%",
+        "in flight  at most 4 3 2 1 micro batches",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[test]
+fn a_schedule_goes_to_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    for (format, start) in [
+        ("svg", "<svg "),
+        ("chrome", "{\""),
+        ("text", "gpipe: p = 4"),
+    ] {
+        let path = dir.path().join(format);
+        let mut command = megatron(&["schedule", "--schedule", "gpipe", "--format", format]);
+        let said = stdout(command.arg("--output").arg(&path));
+        assert_eq!(said, "");
+        let written = fs::read_to_string(&path).unwrap();
+        assert!(written.starts_with(start), "{format}: {written}");
+    }
+}
+
+#[test]
+fn a_pipeline_follows_megatrons_run_and_leaves_a_trace() {
+    let (plain, piped) = (Run::new(), Run::new());
+    stdout(&mut fixture_run(&plain));
+    let trace = piped.path("trace.json");
+    let mut command = fixture_run(&piped);
+    command.args(["--pipeline-model-parallel-size", "2", "--trace", &trace]);
+    command.args(["--num-layers-per-virtual-pipeline-stage", "1"]);
+    let said = stdout(&mut command);
+    for part in [
+        "tp=2 pp=2 v=2 dp=1 (world 4)",
+        "pp        12 send calls a step",
+        "embedding 1 all-reduce calls a step, 0.03 MB (0.03 predicted)",
+        "bubble of the last step",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let losses = |run: &Run| -> Vec<f64> {
+        let loss = |step: &Value| step["lm_loss"].as_f64().unwrap();
+        run.metrics().iter().map(loss).collect()
+    };
+    for (a, b) in losses(&plain).iter().zip(losses(&piped)) {
+        assert!((a - b).abs() <= 2e-6, "{b} is not {a}");
+    }
+
+    let trace: Value = serde_json::from_str(&fs::read_to_string(trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    // Two pipelines (tp = 2), measured and simulated, of 4 stages and 4 micro batches each way.
+    let passes = events.iter().filter(|event| event["ph"] == "X").count();
+    assert_eq!(passes, 2 * 2 * 4 * 4 * 2);
+    for key in ["bubble_measured", "bubble_simulated"] {
+        let bubbles = trace["otherData"][key].as_array().unwrap();
+        assert_eq!(bubbles.len(), 2);
+        assert!(bubbles.iter().all(|b| b.as_f64().unwrap() > 0.0), "{key}");
+    }
+    assert_eq!(trace["otherData"]["iteration"], 8);
+}
+
+#[test]
+fn layers_that_do_not_divide_are_refused_before_the_run() {
+    let run = Run::new();
+    let mut command = fixture_run(&run);
+    command.args(["--pipeline-model-parallel-size", "3", "--world-size", "6"]);
+    let message = stderr(&mut command, 2);
+    let rule = "pipeline_model_parallel_size 3 must divide num_layers 4; nearest legal: 2, 4";
+    assert!(message.contains(rule), "{message}");
+    let mut command = fixture_run(&run);
+    command.args(["--pipeline-model-parallel-size", "2", "--world-size", "8"]);
+    command.args(["--num-virtual-stages-per-pipeline-rank", "2"]);
+    command.args(["--global-batch-size", "12"]);
+    let message = stderr(&mut command, 2);
+    assert!(message.contains("3 micro batches of a step"), "{message}");
+    assert!(!Path::new(&run.path("run")).exists(), "a folder was made");
 }

@@ -86,6 +86,10 @@ pub struct LoggingArgs {
     /// tokens_per_second, step_time_s; an existing file is replaced
     #[arg(long, value_name = "FILE")]
     metrics_file: Option<PathBuf>,
+    /// Write what every rank did in the last step, measured and simulated, as a Chrome trace (.json):
+    /// ui.perfetto.dev opens it
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// Folder of this run's config.toml, metrics and tokenised data; new or empty [default:
     /// runs/NAME-TIME, NAME the config's]
     #[arg(long, value_name = "DIR")]
@@ -99,6 +103,7 @@ impl LoggingArgs {
     pub fn apply(&self, logging: &mut LoggingConfig) {
         set(&mut logging.log_interval, &self.log_interval);
         set_some(&mut logging.metrics_file, &self.metrics_file);
+        set_some(&mut logging.trace, &self.trace);
         set_some(&mut logging.run_dir, &self.run_dir);
         logging.no_tui |= self.no_tui;
     }

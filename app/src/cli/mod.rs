@@ -3,9 +3,11 @@
 mod data;
 mod model;
 mod preprocess;
+mod schedule;
 mod training;
 
 pub use preprocess::PreprocessArgs;
+pub use schedule::{ScheduleArgs, ScheduleFormat};
 
 use crate::config::RunConfig;
 use clap::{Args, Parser, Subcommand};
@@ -29,6 +31,8 @@ pub enum Command {
     Train(Box<TrainArgs>),
     /// Turn JSON lines into token files (.bin and .idx) as Megatron-LM writes them
     Preprocess(PreprocessArgs),
+    /// Draw a pipeline-parallel schedule and say how long its ranks idle, without running it
+    Schedule(ScheduleArgs),
 }
 
 /// The flags of `megatron train`. A flag given twice counts as given last, as in Megatron: scripts

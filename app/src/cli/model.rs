@@ -1,8 +1,8 @@
 //! Flags of the model and of how it is split over ranks.
 
-use super::{set, set_some};
+use super::{by_name, set, set_some};
 use burn_megatron::models::gpt::GptConfig;
-use burn_megatron::topology::ParallelConfig;
+use burn_megatron::topology::{ParallelConfig, PipelineSchedule};
 use clap::Args;
 
 /// Shape of the GPT.
@@ -71,8 +71,39 @@ pub struct ParallelArgs {
     /// Ranks that split every layer's weights between them; divides the attention heads [default: 1]
     #[arg(long, value_name = "N")]
     tensor_model_parallel_size: Option<usize>,
-    /// Ranks in all, as threads of this process; what tensor parallelism leaves over becomes data
-    /// parallelism [default: the tensor-parallel size]
+    /// Ranks that split the layers between them, one stage of the model each; divides the layers
+    /// [default: 1]
+    #[arg(long, value_name = "N")]
+    pipeline_model_parallel_size: Option<usize>,
+    /// Stages on each pipeline rank, for the interleaved schedule: a smaller bubble, more messages
+    /// [default: 1]
+    #[arg(long, value_name = "N")]
+    num_virtual_stages_per_pipeline_rank: Option<usize>,
+    /// The same, said as the layers of one virtual stage
+    #[arg(long, value_name = "N")]
+    num_layers_per_virtual_pipeline_stage: Option<usize>,
+    /// Order of forwards and backwards: gpipe, 1f1b or interleaved; `megatron schedule` draws them
+    /// [default: 1f1b; interleaved with virtual stages]
+    #[arg(long, value_name = "NAME", value_parser = by_name::<PipelineSchedule>)]
+    pipeline_schedule: Option<PipelineSchedule>,
+    /// Interleaved: micro batches in a row through one virtual stage [default: the pipeline size]
+    #[arg(long, value_name = "N")]
+    microbatch_group_size_per_virtual_pipeline_stage: Option<usize>,
+    /// Layers of the first pipeline rank, where they are not to be an equal share
+    #[arg(long, value_name = "N")]
+    decoder_first_pipeline_num_layers: Option<usize>,
+    /// Layers of the last pipeline rank, likewise
+    #[arg(long, value_name = "N")]
+    decoder_last_pipeline_num_layers: Option<usize>,
+    /// Count the embedding as a layer when the layers are divided: the first stage gets one less
+    #[arg(long)]
+    account_for_embedding_in_pipeline_split: bool,
+    /// Count the output layer and loss as a layer when the layers are divided: the last stage gets
+    /// one less
+    #[arg(long)]
+    account_for_loss_in_pipeline_split: bool,
+    /// Ranks in all, as threads of this process; what tensor and pipeline parallelism leave over
+    /// becomes data parallelism [default: the tensor- times the pipeline-parallel size]
     #[arg(long, value_name = "N")]
     world_size: Option<usize>,
 }
@@ -83,6 +114,35 @@ impl ParallelArgs {
             &mut parallel.tensor_model_parallel_size,
             &self.tensor_model_parallel_size,
         );
+        set(
+            &mut parallel.pipeline_model_parallel_size,
+            &self.pipeline_model_parallel_size,
+        );
+        // The two say one thing: a flag for either replaces whatever the file says.
+        let virtual_stages = &mut parallel.num_virtual_stages_per_pipeline_rank;
+        let layers = &mut parallel.num_layers_per_virtual_pipeline_stage;
+        if self.num_virtual_stages_per_pipeline_rank.is_some()
+            || self.num_layers_per_virtual_pipeline_stage.is_some()
+        {
+            *virtual_stages = self.num_virtual_stages_per_pipeline_rank;
+            *layers = self.num_layers_per_virtual_pipeline_stage;
+        }
+        set_some(&mut parallel.pipeline_schedule, &self.pipeline_schedule);
+        set_some(
+            &mut parallel.microbatch_group_size_per_virtual_pipeline_stage,
+            &self.microbatch_group_size_per_virtual_pipeline_stage,
+        );
+        set_some(
+            &mut parallel.decoder_first_pipeline_num_layers,
+            &self.decoder_first_pipeline_num_layers,
+        );
+        set_some(
+            &mut parallel.decoder_last_pipeline_num_layers,
+            &self.decoder_last_pipeline_num_layers,
+        );
+        parallel.account_for_embedding_in_pipeline_split |=
+            self.account_for_embedding_in_pipeline_split;
+        parallel.account_for_loss_in_pipeline_split |= self.account_for_loss_in_pipeline_split;
         set_some(&mut parallel.world_size, &self.world_size);
     }
 }

@@ -133,6 +133,8 @@ pub struct LoggingConfig {
     pub log_interval: usize,
     /// JSON lines, one per step.
     pub metrics_file: Option<PathBuf>,
+    /// The last step's timeline, measured and simulated, as a Chrome trace.
+    pub trace: Option<PathBuf>,
     /// The run's folder; `runs/<name>-<time>` where none is given.
     pub run_dir: Option<PathBuf>,
     /// Lines instead of the dashboard, on a terminal too.
@@ -144,6 +146,7 @@ impl Default for LoggingConfig {
         LoggingConfig {
             log_interval: 100,
             metrics_file: None,
+            trace: None,
             run_dir: None,
             no_tui: false,
         }

@@ -93,6 +93,11 @@ impl Corpus {
         })
     }
 
+    /// Whether there is validation data that the run is to look at.
+    pub fn evaluates(&self) -> bool {
+        self.valid.is_some()
+    }
+
     /// Tokens of all datasets, over all splits.
     pub fn tokens(&self) -> u64 {
         self.tokens

@@ -39,6 +39,14 @@ impl RunData {
         }
     }
 
+    /// Whether the run evaluates.
+    pub fn evaluates(&self) -> bool {
+        match self {
+            RunData::Batches(_) => false,
+            RunData::Corpus(corpus) => corpus.evaluates(),
+        }
+    }
+
     /// The validation batches, where the run evaluates.
     pub fn valid(&self, share: SamplerConfig) -> Result<Option<Box<dyn BatchSource>>> {
         match self {

@@ -10,6 +10,7 @@ mod feed;
 mod interrupt;
 mod lines;
 mod metrics;
+mod pipeline;
 mod plan;
 mod rank;
 mod report;
@@ -34,6 +35,9 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
     let plan = Plan::prepare(config, &name)?;
     banner::print(&plan);
     let ended = strategy::launch(&plan)?;
+    if let Some(path) = &plan.config.logging.trace {
+        pipeline::write_trace(&plan, &ended, path)?;
+    }
     report::print(&plan, &ended, started.elapsed())?;
     Ok(match ended.interrupted {
         true => ExitCode::from(INTERRUPTED),

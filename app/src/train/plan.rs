@@ -58,6 +58,9 @@ impl Plan {
                 None
             }
         };
+        if let Some(path) = &config.logging.trace {
+            can_be_written(path)?;
+        }
         let run_dir = make_run_dir(&config, name)?;
         config.save(&run_dir.join("config.toml"))?;
         let data = match batches {
@@ -195,6 +198,17 @@ fn wanted(config: &RunConfig, resolved: &ResolvedConfig) -> Wanted {
         vocab_size: resolved.config().vocab_size,
         loss_mask: config.data.token_batches_loss_mask,
     }
+}
+
+/// Finds out before the run whether a file can be written after it.
+fn can_be_written(path: &Path) -> Result<()> {
+    let existed = path.exists();
+    let opened = fs::OpenOptions::new().append(true).create(true).open(path);
+    opened.map_err(|e| Failure::io(path, &e))?;
+    if !existed {
+        fs::remove_file(path).map_err(|e| Failure::io(path, &e))?;
+    }
+    Ok(())
 }
 
 /// Makes the run's folder. One with something in it is refused: two runs' files would mix.

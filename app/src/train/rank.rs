@@ -9,7 +9,8 @@ use burn_megatron::Result;
 use burn_megatron::comm::counted::{Account, Collective};
 use burn_megatron::comm::{Communicator, ReduceOp};
 use burn_megatron::launch::{ProcessGroups, RankContext};
-use burn_megatron::train::Trainer;
+use burn_megatron::pipeline::Span;
+use burn_megatron::train::{MicroBatch, Trainer};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -23,20 +24,33 @@ pub struct RankEnd {
     /// The sample's new tokens.
     pub sample: Option<Vec<i64>>,
     pub communication: Communication,
+    /// What this rank did in the pipeline in the last step, in seconds of one clock.
+    pub spans: Vec<Span>,
 }
 
-/// What this rank's all-reduces took over all steps, waiting for slower ranks included.
+/// What this rank's communication took over all steps, waiting for slower ranks included.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Communication {
+    /// All-reduces over the tensor-parallel group.
     pub tp: Account,
+    /// Broadcasts of the data over the tensor-parallel group.
+    pub tp_data: Account,
+    /// All-reduces over the data-parallel group.
     pub dp: Account,
+    /// Sends to the neighbouring stages.
+    pub pp: Account,
+    /// All-reduces of the tied embedding's gradient.
+    pub embedding: Account,
 }
 
 impl Communication {
     fn so_far(groups: &ProcessGroups) -> Self {
         Communication {
             tp: groups.tp.accounts.of(Collective::AllReduce),
+            tp_data: groups.tp.accounts.of(Collective::Broadcast),
             dp: groups.dp.accounts.of(Collective::AllReduce),
+            pp: groups.pp.accounts.of(Collective::Send),
+            embedding: groups.embedding.accounts.of(Collective::AllReduce),
         }
     }
 
@@ -44,7 +58,10 @@ impl Communication {
     fn add_since(&mut self, before: Communication, groups: &ProcessGroups) {
         let now = Communication::so_far(groups);
         self.tp += now.tp - before.tp;
+        self.tp_data += now.tp_data - before.tp_data;
         self.dp += now.dp - before.dp;
+        self.pp += now.pp - before.pp;
+        self.embedding += now.embedding - before.embedding;
     }
 }
 
@@ -67,8 +84,15 @@ pub fn run(
     feed: Option<&mut Feed>,
 ) -> Result<RankEnd> {
     let share = plan.share(rank.groups.dp.comm.rank());
-    let mut train = plan.data.train(share)?;
-    let mut valid = plan.data.valid(share)?;
+    let reads = rank.reads_data();
+    let mut train = match reads {
+        true => plan.data.train(share)?,
+        false => Box::new(NoBatches),
+    };
+    let mut valid = match reads {
+        true => plan.data.valid(share)?,
+        false => plan.data.evaluates().then(|| Box::new(NoBatches) as _),
+    };
     let mut this = Rank {
         trainer: Trainer::new(&plan.resolved, rank, plan.init.as_ref())?,
         plan,
@@ -90,7 +114,17 @@ pub fn run(
         }
     }
     this.report(Feed::finish);
+    this.end.spans = this.trainer.last_step().spans.clone();
     this.leave()
+}
+
+/// The data of a rank that gets it from another, or needs none.
+struct NoBatches;
+
+impl BatchSource for NoBatches {
+    fn next(&mut self) -> Result<Vec<MicroBatch>> {
+        Ok(Vec::new())
+    }
 }
 
 /// One rank at work.

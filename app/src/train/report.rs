@@ -1,5 +1,6 @@
 //! What a run says after its last step.
 
+use super::pipeline;
 use super::plan::Plan;
 use super::rank;
 use super::strategy::Ended;
@@ -50,24 +51,35 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
     for line in communication(plan, ended, last.iteration as u64) {
         println!("  {line}");
     }
+    if let Some(line) = pipeline::line(plan, ended) {
+        println!("  pipeline  {line}");
+    }
     println!("  files     {}", files(plan));
     Ok(())
 }
 
-/// A line per axis that communicates: what a step's all-reduces were predicted to move, and did.
+/// A line per kind of communication: what rank 0 was predicted to move in a step, and did.
 fn communication(plan: &Plan, ended: &Ended, steps: u64) -> Vec<String> {
     let predicted = plan.resolved.step_volumes(0);
     let spent = ended.communication;
-    let axes = [
-        ("tp", predicted.tp, spent.tp),
-        ("dp", predicted.dp, spent.dp),
+    let kinds = [
+        ("tp", "all-reduce", predicted.tp, spent.tp),
+        ("tp", "broadcast", predicted.tp_data, spent.tp_data),
+        ("dp", "all-reduce", predicted.dp, spent.dp),
+        ("pp", "send", predicted.pp, spent.pp),
+        (
+            "embedding",
+            "all-reduce",
+            predicted.embedding,
+            spent.embedding,
+        ),
     ];
-    (axes.into_iter())
-        .filter(|(_, predicted, _)| predicted.calls > 0)
-        .map(|(axis, predicted, spent)| {
+    (kinds.into_iter())
+        .filter(|(.., predicted, _)| predicted.calls > 0)
+        .map(|(axis, kind, predicted, spent)| {
             let megabytes = |bytes: u64| bytes as f64 / 1e6;
             format!(
-                "{axis:<9} {} all-reduce calls a step, {:.2} MB ({:.2} predicted), {:.1} ms with waiting",
+                "{axis:<9} {} {kind} calls a step, {:.2} MB ({:.2} predicted), {:.1} ms with waiting",
                 spent.calls / steps,
                 megabytes(spent.bytes / steps),
                 megabytes(predicted.bytes),
@@ -83,7 +95,11 @@ fn files(plan: &Plan) -> String {
         "{dir}/ (config.toml, metrics in train/ and valid/)"
     )];
     let config = &plan.config;
-    let named = [&config.logging.metrics_file, &config.training.save_weights];
+    let named = [
+        &config.logging.metrics_file,
+        &config.logging.trace,
+        &config.training.save_weights,
+    ];
     files.extend(
         named
             .into_iter()

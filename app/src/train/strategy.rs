@@ -18,6 +18,7 @@ use burn::train::{
     TrainingStrategy, ValidLoader,
 };
 use burn_megatron::launch::run_ranks;
+use burn_megatron::pipeline::Span;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the run ended, for the report.
@@ -28,6 +29,8 @@ pub struct Ended {
     pub sample: Option<Vec<i64>>,
     /// Rank 0's.
     pub communication: Communication,
+    /// Of each rank, in the last step.
+    pub spans: Vec<Vec<Span>>,
     pub history: History,
 }
 
@@ -109,6 +112,7 @@ impl SupervisedLearningStrategy<Shim> for RankThreads {
 
 /// What the ranks' ends amount to; rank 0 speaks for all, they agreed on every stop.
 fn judge(ends: Vec<RankEnd>, history: History, interrupter: &Interrupter) -> Result<Ended> {
+    let spans = ends.iter().map(|end| end.spans.clone()).collect();
     let end = ends.into_iter().next().unwrap_or_default();
     if let Some(error) = interrupter.error() {
         return Err(Failure::run(
@@ -126,6 +130,7 @@ fn judge(ends: Vec<RankEnd>, history: History, interrupter: &Interrupter) -> Res
         interrupted: end.interrupted,
         sample: end.sample,
         communication: end.communication,
+        spans,
         history,
     })
 }

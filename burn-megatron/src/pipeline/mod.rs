@@ -1,7 +1,4 @@
-//! Pipeline parallelism: schedules as data, and what checks, times and runs them.
-//!
-//! [`README.md`](https://docs.rs/crate/burn-megatron/latest/source/src/pipeline/README.md) walks one
-//! example through.
+#![doc = include_str!("README.md")]
 
 pub mod executor;
 pub mod schedule;

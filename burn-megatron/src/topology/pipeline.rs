@@ -112,6 +112,13 @@ pub fn schedule_violations(schedule: PipelineSchedule, shape: &PipelineShape) ->
             let rule = format!("schedule {schedule} runs one virtual stage on each rank, not {v}");
             violations.push(violation(rule, ["1 virtual stage", "schedule interleaved"]));
         }
+        if shape.group_size.is_some() {
+            let rule = format!(
+                "microbatch_group_size_per_virtual_pipeline_stage is for schedule interleaved; \
+                 {schedule} has no groups"
+            );
+            violations.push(violation(rule, ["none", "schedule interleaved"]));
+        }
         return violations;
     }
     if p == 1 {

@@ -5,11 +5,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
+/// A rank's messages to another that are under way, in the order sent.
+type Queue = VecDeque<Vec<u8>>;
+
 /// The messages of one group that were sent and not yet received.
 #[derive(Debug, Default)]
 pub(super) struct Mailbox {
     /// By sender and receiver.
-    queues: Mutex<HashMap<(usize, usize), VecDeque<Vec<u8>>>>,
+    queues: Mutex<HashMap<(usize, usize), Queue>>,
     arrived: Condvar,
 }
 
@@ -32,7 +35,7 @@ impl Mailbox {
     ) -> Result<Option<Vec<u8>>, E> {
         let mut queues = lock(&self.queues);
         loop {
-            if let Some(message) = queues.get_mut(&(from, to)).and_then(VecDeque::pop_front) {
+            if let Some(message) = queues.get_mut(&(from, to)).and_then(Queue::pop_front) {
                 return Ok(Some(message));
             }
             check()?;

@@ -246,3 +246,24 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_example_of_the_readme_is_what_is_made() {
+    let readme = include_str!("../README.md");
+    let schedule = Schedule::new(PipelineSchedule::OneForwardOneBackward, shape(3, 4, 1)).unwrap();
+    let timeline = simulate(&schedule, &Durations::equal(3, 1.0, 2.0, 0.0));
+    for rank in 0..3 {
+        let actions = schedule.actions(rank).iter().map(ToString::to_string);
+        let list = format!("rank {rank}: {}\n", actions.collect::<Vec<_>>().join(" "));
+        assert!(readme.contains(&list), "{list}");
+
+        let mut cells = vec![String::from("."); 18];
+        for span in timeline.compute(rank) {
+            let name = span.action.to_string()[1..].to_string();
+            cells[span.start as usize..span.end as usize].fill(name);
+        }
+        let cells: String = cells.iter().map(|cell| format!("{cell:<3}")).collect();
+        let row = format!("rank {rank}  {}\n", cells.trim_end());
+        assert!(readme.contains(&row), "{row}");
+    }
+}

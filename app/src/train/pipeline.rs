@@ -1,0 +1,115 @@
+//! The last step's pipeline: what it took, beside what its schedule takes.
+
+use super::plan::Plan;
+use super::strategy::Ended;
+use crate::error::{Failure, Result};
+use crate::schedule::chrome::{self, Track};
+use burn_megatron::pipeline::{Durations, Schedule, Timeline, simulate};
+use burn_megatron::topology::Axis;
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// One replica's pipeline in one step.
+struct Measured {
+    /// World ranks, in pipeline order.
+    ranks: Vec<usize>,
+    /// In seconds.
+    timeline: Timeline,
+    /// What the schedule takes if every pass takes its stage's mean time of this step.
+    simulated: Timeline,
+}
+
+/// The last step of every replica, and of each of its tensor-parallel ranks.
+fn measured(plan: &Plan, ended: &Ended, schedule: &Schedule) -> Vec<Measured> {
+    let grid = &plan.resolved.layout().grid;
+    (grid.groups(&[Axis::Pp]).into_iter())
+        .map(|ranks| {
+            let spans = ranks.iter().map(|rank| ended.spans[*rank].clone());
+            let timeline = Timeline {
+                ranks: spans.collect(),
+            };
+            let durations = Durations::measured(&timeline, schedule.shape().num_stages());
+            Measured {
+                ranks,
+                simulated: simulate(schedule, &durations),
+                timeline,
+            }
+        })
+        .collect()
+}
+
+/// The bubble of the first replica's last step in one line, where there is a pipeline.
+pub fn line(plan: &Plan, ended: &Ended) -> Option<String> {
+    let schedule = plan.resolved.pipeline_schedule();
+    let shape = *schedule.shape();
+    if shape.ranks == 1 {
+        return None;
+    }
+    let all = measured(plan, ended, &schedule);
+    let first = all.first()?;
+    let ideal = (shape.ranks - 1) as f64 / (shape.virtual_stages * shape.microbatches) as f64;
+    Some(format!(
+        "bubble of the last step {:.0}% of its computing time ({:.0}% simulated from its passes, {:.0}% with equal stages)",
+        100.0 * first.timeline.bubble(),
+        100.0 * first.simulated.bubble(),
+        100.0 * ideal
+    ))
+}
+
+/// Writes the last step's trace, measured and simulated side by side for each replica.
+///
+/// # Errors
+/// The file could not be written.
+pub fn write_trace(plan: &Plan, ended: &Ended, path: &Path) -> Result<()> {
+    let schedule = plan.resolved.pipeline_schedule();
+    let shape = schedule.shape();
+    let all = measured(plan, ended, &schedule);
+    let track = |measured: &'_ Measured, name: &str| {
+        let rank_name = |rank: &usize| format!("rank {rank}");
+        let first = measured.ranks.first().copied().unwrap_or_default();
+        (
+            format!("{name}, pipeline of rank {first}"),
+            measured.ranks.iter().map(rank_name).collect::<Vec<_>>(),
+        )
+    };
+    let tracks: Vec<Track<'_>> = (all.iter())
+        .flat_map(|one| {
+            [
+                ("measured", one, &one.timeline),
+                ("simulated", one, &one.simulated),
+            ]
+        })
+        .map(|(name, one, timeline)| {
+            let (name, rank_names) = track(one, name);
+            Track {
+                name,
+                timeline,
+                shape,
+                rank_names,
+                micros_per_unit: 1e6,
+            }
+        })
+        .collect();
+    let bubbles = |of: fn(&Measured) -> &Timeline| -> Value {
+        all.iter().map(|one| of(one).bubble()).collect()
+    };
+    let iteration = ended.history.last.as_ref().map(|last| last.iteration);
+    let other = [
+        ("layout", json!(plan.resolved.layout().to_string())),
+        ("schedule", json!(plan.resolved.layout().pipeline_schedule)),
+        ("iteration", json!(iteration)),
+        ("bubble_measured", bubbles(|one| &one.timeline)),
+        ("bubble_simulated", bubbles(|one| &one.simulated)),
+        (
+            "bubble",
+            json!("idle time in parts of computing time, of each pipeline in turn"),
+        ),
+        (
+            "simulated",
+            json!("the schedule, each pass taking its stage's mean time of this step"),
+        ),
+    ];
+    let other = other.map(|(key, value)| (key.to_string(), value));
+    let trace = chrome::trace(&tracks, other.into_iter().collect());
+    std::fs::write(path, format!("{trace}\n")).map_err(|e| Failure::io(path, &e))
+}
