@@ -459,3 +459,30 @@ fn layers_that_do_not_divide_are_refused_before_the_run() {
     assert!(message.contains("3 micro batches of a step"), "{message}");
     assert!(!Path::new(&run.path("run")).exists(), "a folder was made");
 }
+
+#[test]
+fn the_readme_shows_what_the_program_draws() {
+    let shape = ["schedule", "--pp", "4", "--micro-batches", "8"];
+    let halves = [
+        "--virtual",
+        "2",
+        "--forward-time",
+        "0.5",
+        "--backward-time",
+        "1",
+    ];
+    for (name, more) in [("1f1b", &[][..]), ("interleaved", &halves[..])] {
+        let drawn = stdout(megatron(&shape).args(more).args(["--format", "svg"]));
+        let kept = fs::read_to_string(root().join(format!("docs/pipeline-{name}.svg"))).unwrap();
+        assert!(
+            drawn == kept,
+            "docs/pipeline-{name}.svg is an older picture"
+        );
+    }
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    let table = stdout(&mut megatron(&shape));
+    assert!(
+        readme.contains(&table),
+        "the README's table is not:\n{table}"
+    );
+}

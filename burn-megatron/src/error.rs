@@ -50,6 +50,19 @@ pub struct Violation {
     pub nearest: Vec<String>,
 }
 
+impl Violation {
+    /// A broken rule and the nearest legal values.
+    pub fn new<S: Into<String>>(
+        rule: impl Into<String>,
+        nearest: impl IntoIterator<Item = S>,
+    ) -> Self {
+        Violation {
+            rule: rule.into(),
+            nearest: nearest.into_iter().map(Into::into).collect(),
+        }
+    }
+}
+
 impl Error {
     /// What went wrong.
     pub fn kind(&self) -> &ErrorKind {

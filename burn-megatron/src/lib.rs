@@ -1,12 +1,12 @@
-//! Megatron-LM's parallelism for models written in Burn: tensor and data parallelism, with the
-//! collectives placed by hand inside the model.
+//! Megatron-LM's parallelism for models written in Burn: tensor, pipeline and data parallelism, with
+//! the collectives placed by hand inside the model.
 //!
 //! In the order of one training step:
 //! [`launch`] starts the ranks of a [`topology`]; [`layers`] are built with a
 //! [`ParallelBuilder`](shard::ParallelBuilder), which keeps the [`shard`] of every parameter;
-//! [`data`] brings a rank's samples; [`train::Trainer::train_step`] runs a [model](models) forward
-//! and, through the operations of [`autograd`], backward; [`grads`] sums and clips the gradients;
-//! [`optim`] updates the weights. [`comm`] is below them all.
+//! [`data`] brings a rank's samples; [`train::Trainer::train_step`] runs the stages of a
+//! [model](models) as the [`pipeline`]'s schedule says, forward and, through the operations of
+//! [`autograd`], backward; [`grads`] sums and clips the gradients; [`optim`] updates the weights. [`comm`] is below them all.
 //!
 //! Start from [`prelude`], and implement [`models::Stage`] for a model of your own.
 

@@ -1,5 +1,6 @@
 //! What a run says before its first step.
 
+use super::pipeline;
 use super::plan::Plan;
 use crate::data::RunData;
 use crate::units::grouped;
@@ -49,6 +50,9 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
         ),
         ("data", data(plan)),
     ];
+    if let Some(pipeline) = pipeline::planned(plan) {
+        lines.insert(2, ("pipeline", pipeline));
+    }
     let start = match &training.init_weights {
         Some(path) => format!("from {}", path.display()),
         None => format!("random, seed {}", training.seed),

@@ -5,7 +5,7 @@ use super::strategy::Ended;
 use crate::error::{Failure, Result};
 use crate::schedule::chrome::{self, Track};
 use burn_megatron::pipeline::{Durations, Schedule, Timeline, simulate};
-use burn_megatron::topology::Axis;
+use burn_megatron::topology::{Axis, PipelineShape};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -38,6 +38,37 @@ fn measured(plan: &Plan, ended: &Ended, schedule: &Schedule) -> Vec<Measured> {
         .collect()
 }
 
+/// What the pipeline will do in one line, where there is one.
+pub fn planned(plan: &Plan) -> Option<String> {
+    let (layout, schedule) = (plan.resolved.layout(), plan.resolved.pipeline_schedule());
+    let shape = schedule.shape();
+    if shape.ranks == 1 {
+        return None;
+    }
+    let list = |of: &dyn Fn(usize) -> String| {
+        let ranks: Vec<String> = (0..shape.ranks).map(of).collect();
+        ranks.join(", ")
+    };
+    let layers = list(&|rank| {
+        let stages = layout.stages_of(rank).map(|stage| stage.layers.len());
+        let stages: Vec<String> = stages.map(|count| count.to_string()).collect();
+        stages.join("+")
+    });
+    let held = list(&|rank| schedule.max_in_flight(rank).to_string());
+    Some(format!(
+        "{}, layers of each rank {layers}; {} micro batches a step, {held} held at most; bubble {:.0}% \
+         with equal stages",
+        layout.pipeline_schedule,
+        shape.microbatches,
+        100.0 * equal_bubble(shape)
+    ))
+}
+
+/// The bubble of equal stages, in parts of their computing time.
+fn equal_bubble(shape: &PipelineShape) -> f64 {
+    (shape.ranks - 1) as f64 / (shape.virtual_stages * shape.microbatches) as f64
+}
+
 /// The bubble of the first replica's last step in one line, where there is a pipeline.
 pub fn line(plan: &Plan, ended: &Ended) -> Option<String> {
     let schedule = plan.resolved.pipeline_schedule();
@@ -47,12 +78,11 @@ pub fn line(plan: &Plan, ended: &Ended) -> Option<String> {
     }
     let all = measured(plan, ended, &schedule);
     let first = all.first()?;
-    let ideal = (shape.ranks - 1) as f64 / (shape.virtual_stages * shape.microbatches) as f64;
     Some(format!(
         "bubble of the last step {:.0}% of its computing time ({:.0}% simulated from its passes, {:.0}% with equal stages)",
         100.0 * first.timeline.bubble(),
         100.0 * first.simulated.bubble(),
-        100.0 * ideal
+        100.0 * equal_bubble(&shape)
     ))
 }
 

@@ -6,13 +6,15 @@ mod axis;
 mod grid;
 mod nearest;
 mod parallel;
-mod pipeline;
+mod schedule;
+mod stages;
 mod validate;
 mod vocab;
 
 pub use axis::{Axes, Axis};
 pub use grid::{DEFAULT_ORDER, RankGrid};
 pub use parallel::{BatchShape, Layout, ModelShape, ParallelConfig};
-pub use pipeline::{PipelineSchedule, PipelineShape, StageLayers, schedule_violations};
+pub use schedule::{PipelineSchedule, PipelineShape, schedule_violations};
+pub use stages::StageLayers;
 pub use validate::{unsupported, validate};
 pub use vocab::{padded_vocab_size, shard_range};

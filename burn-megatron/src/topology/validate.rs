@@ -6,7 +6,7 @@
 
 use super::nearest::{divisors, gcd, multiples};
 use super::{Axes, BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, RankGrid};
-use super::{grid, padded_vocab_size, pipeline, schedule_violations};
+use super::{grid, padded_vocab_size, schedule_violations, stages};
 use crate::error::{Error, Result, Violation};
 
 /// The largest value of any size: token ids are 32-bit, and products of two sizes stay exact.
@@ -37,7 +37,7 @@ pub fn validate(
     violations.extend(tensor_rules(parallel, model, &world));
     violations.extend(batch_rules(batch, &world));
     violations.extend(unsupported(parallel));
-    let (virtual_stages, stages) = match pipeline::stages(parallel, model) {
+    let (virtual_stages, stages) = match stages::divide(parallel, model) {
         Ok(stages) => stages,
         Err(broken) => {
             violations.extend(broken);

@@ -40,6 +40,7 @@ pub struct Trainer<M = GptModel> {
     config: TrainerConfig,
     context: RankContext,
     schedule: Schedule,
+    evaluation: Schedule,
     optimizer: AdamW,
     /// The optimizer's copy of the parameters, in flat order.
     values: Vec<f32>,
@@ -93,8 +94,10 @@ impl<M: Stage> Trainer<M> {
         config: TrainerConfig,
         rank: &RankContext,
     ) -> Result<Self> {
+        let schedule = config.schedule_of(model.chunks().len(), &rank.groups)?;
         Ok(Trainer {
-            schedule: config.schedule_of(model.chunks().len(), &rank.groups)?,
+            evaluation: schedule.forward_only(),
+            schedule,
             optimizer: AdamW::new(config.optimizer.adamw(), model.params()),
             values: model.values(),
             gradients: vec![0.0; model.num_elements()],
@@ -183,8 +186,12 @@ impl<M: Stage> Trainer<M> {
         let chunks: Vec<M> = self.model.chunks().iter().map(Module::valid).collect();
         let device = self.context.device.clone().inner();
         let mut passes = ForwardPasses::new(self.step(&microbatches, &device), &chunks);
-        let schedule = self.schedule.forward_only();
-        pipeline::execute(&schedule, &*groups.pp.comm, &mut passes, self.context.clock)?;
+        pipeline::execute(
+            &self.evaluation,
+            &*groups.pp.comm,
+            &mut passes,
+            self.context.clock,
+        )?;
         passes
             .finish()
             .all_reduce(&groups.dp.comm)?

@@ -1,164 +1,14 @@
-//! How the layers divide into pipeline stages, and which schedules a pipeline can run.
+//! How the layers divide into pipeline stages.
 //!
 //! Megatron-LM's `transformer_block.py` (`get_num_layers_to_build`) and `validate_args`.
 
 use super::nearest::{divisors, multiples};
 use super::{ModelShape, ParallelConfig};
 use crate::error::{Error, Result, Violation};
-use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::ops::Range;
 
 /// The most stages of a pipeline: far above any machine, and little memory.
 const MAX_STAGES: usize = 1 << 16;
-
-/// The order in which a pipeline runs its micro batches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PipelineSchedule {
-    /// Every forward, then every backward: holds all micro batches at once.
-    #[serde(rename = "gpipe")]
-    GPipe,
-    /// One forward, one backward: holds at most as many micro batches as there are ranks.
-    #[serde(rename = "1f1b")]
-    OneForwardOneBackward,
-    /// 1F1B with several stages on each rank: a smaller bubble, more messages.
-    #[serde(rename = "interleaved")]
-    Interleaved,
-}
-
-impl PipelineSchedule {
-    /// The schedule of a pipeline with `virtual_stages` on each rank, unless told otherwise.
-    pub fn default_for(virtual_stages: usize) -> Self {
-        match virtual_stages {
-            1 => PipelineSchedule::OneForwardOneBackward,
-            _ => PipelineSchedule::Interleaved,
-        }
-    }
-}
-
-impl fmt::Display for PipelineSchedule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            PipelineSchedule::GPipe => "gpipe",
-            PipelineSchedule::OneForwardOneBackward => "1f1b",
-            PipelineSchedule::Interleaved => "interleaved",
-        })
-    }
-}
-
-/// What a schedule is made for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PipelineShape {
-    /// Pipeline ranks (`p`).
-    pub ranks: usize,
-    /// Stages on each rank (`v`), called its chunks. Stage `s` is chunk `s / p` of rank `s % p`.
-    pub virtual_stages: usize,
-    /// Micro batches of a step (`m`).
-    pub microbatches: usize,
-    /// Micro batches that a chunk runs in a row before the next chunk's turn; `p` where not given.
-    pub group_size: Option<usize>,
-}
-
-impl PipelineShape {
-    /// `p` ranks with one stage each.
-    pub fn new(ranks: usize, microbatches: usize) -> Self {
-        PipelineShape {
-            ranks,
-            virtual_stages: 1,
-            microbatches,
-            group_size: None,
-        }
-    }
-
-    /// The same with `virtual_stages` on each rank.
-    pub fn with_virtual_stages(self, virtual_stages: usize) -> Self {
-        PipelineShape {
-            virtual_stages,
-            ..self
-        }
-    }
-
-    /// Stages of the whole pipeline.
-    pub fn num_stages(&self) -> usize {
-        self.ranks * self.virtual_stages
-    }
-
-    /// Micro batches that a chunk runs in a row.
-    pub fn group_size(&self) -> usize {
-        self.group_size.unwrap_or(self.ranks)
-    }
-}
-
-/// What `schedule` cannot run of `shape`: Megatron's rules for interleaving.
-pub fn schedule_violations(schedule: PipelineSchedule, shape: &PipelineShape) -> Vec<Violation> {
-    let PipelineShape {
-        ranks: p,
-        virtual_stages: v,
-        microbatches: m,
-        ..
-    } = *shape;
-    let mut violations = Vec::new();
-    for (name, size) in [("ranks", p), ("virtual stages", v), ("micro batches", m)] {
-        if size == 0 {
-            let rule = format!("a pipeline has at least 1 of {name}, not 0");
-            violations.push(violation(rule, ["1"]));
-        }
-    }
-    if !violations.is_empty() {
-        return violations;
-    }
-    if schedule != PipelineSchedule::Interleaved {
-        if v > 1 {
-            let rule = format!("schedule {schedule} runs one virtual stage on each rank, not {v}");
-            violations.push(violation(rule, ["1 virtual stage", "schedule interleaved"]));
-        }
-        if shape.group_size.is_some() {
-            let rule = format!(
-                "microbatch_group_size_per_virtual_pipeline_stage is for schedule interleaved; \
-                 {schedule} has no groups"
-            );
-            violations.push(violation(rule, ["none", "schedule interleaved"]));
-        }
-        return violations;
-    }
-    if p == 1 {
-        let rule = "schedule interleaved needs a pipeline of at least 2 ranks, not 1".into();
-        violations.push(violation(rule, ["2"]));
-        return violations;
-    }
-    let group = shape.group_size();
-    if group < p || group > m {
-        let rule = match shape.group_size {
-            Some(group) => format!(
-                "microbatch_group_size_per_virtual_pipeline_stage {group} must lie between the \
-                 pipeline size {p} and the {m} micro batches of a step"
-            ),
-            None => format!(
-                "schedule interleaved runs groups of {p} micro batches (the pipeline size), but a \
-                 step has {m}"
-            ),
-        };
-        let nearest = match (shape.group_size, m < p) {
-            (Some(_), false) => vec![group.clamp(p, m).to_string()],
-            _ => vec![format!("{p} micro batches")],
-        };
-        violations.push(Violation { rule, nearest });
-    } else if (1..p).contains(&(m % group)) {
-        // The last, smaller group has to fill the pipeline as well.
-        let legal = |m: &usize| *m >= group && !(1..p).contains(&(m % group));
-        let below = (group..m).rev().find(legal);
-        let above = (m + 1..).find(legal);
-        let rule = format!(
-            "schedule interleaved runs the {m} micro batches of a step in groups of {group}, and \
-             the {} left over are fewer than the {p} ranks",
-            m % group
-        );
-        let nearest = [below, above].into_iter().flatten();
-        let nearest = nearest.map(|m| format!("{m} micro batches")).collect();
-        violations.push(Violation { rule, nearest });
-    }
-    violations
-}
 
 /// The layers of one stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -235,7 +85,7 @@ impl StageLayers {
 type Broken<T> = std::result::Result<T, Vec<Violation>>;
 
 /// The stages on each rank, and the layers of every stage in pipeline order.
-pub(super) fn stages(
+pub(super) fn divide(
     parallel: &ParallelConfig,
     model: &ModelShape,
 ) -> Broken<(usize, Vec<StageLayers>)> {
@@ -280,13 +130,13 @@ fn virtual_stages(
                 .into(),
             nearest: Vec::new(),
         }),
-        (Some(0), None) => Err(violation(
-            "num_virtual_stages_per_pipeline_rank is 0, but must be at least 1".into(),
+        (Some(0), None) => Err(Violation::new(
+            "num_virtual_stages_per_pipeline_rank is 0, but must be at least 1",
             ["1"],
         )),
         (Some(v), None) => Ok(v),
-        (None, Some(_)) if uneven(parallel) => Err(violation(
-            "num_layers_per_virtual_pipeline_stage is for equal stages".into(),
+        (None, Some(_)) if uneven(parallel) => Err(Violation::new(
+            "num_layers_per_virtual_pipeline_stage is for equal stages",
             ["num_virtual_stages_per_pipeline_rank"],
         )),
         (None, Some(layers)) => {
@@ -325,11 +175,10 @@ fn split(
     let given = parallel.decoder_first_pipeline_num_layers.is_some()
         || parallel.decoder_last_pipeline_num_layers.is_some();
     let counts = match (given, accounts) {
-        (true, true) => Err(vec![violation(
+        (true, true) => Err(vec![Violation::new(
             "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers cannot be \
              combined with account_for_embedding_in_pipeline_split or \
-             account_for_loss_in_pipeline_split"
-                .into(),
+             account_for_loss_in_pipeline_split",
             ["one or the other"],
         )]),
         (true, false) => given_ends(parallel, model.num_layers, v),
@@ -374,8 +223,8 @@ fn equal_shares(parallel: &ParallelConfig, num_layers: usize, v: usize) -> Broke
     counts[0] -= embedding;
     // One stage holds both ends: a layer counts once for each.
     counts[last] = counts[last].checked_sub(loss).ok_or_else(|| {
-        let rule = "with the embedding and the loss counted, no layer is left".into();
-        vec![violation(rule, ["fewer stages"])]
+        let rule = "with the embedding and the loss counted, no layer is left";
+        vec![Violation::new(rule, ["fewer stages"])]
     })?;
     Ok(counts)
 }
@@ -390,7 +239,7 @@ fn given_ends(parallel: &ParallelConfig, num_layers: usize, v: usize) -> Broken<
     if p < 2 {
         let rule = "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers need \
                     pipeline_model_parallel_size above 1";
-        return Err(vec![violation(rule.into(), ["2"])]);
+        return Err(vec![Violation::new(rule, ["2"])]);
     }
     let mut violations = Vec::new();
     let named = [
@@ -444,13 +293,6 @@ fn given_ends(parallel: &ParallelConfig, num_layers: usize, v: usize) -> Broken<
     }
 }
 
-fn violation<const N: usize>(rule: String, nearest: [&str; N]) -> Violation {
-    Violation {
-        rule,
-        nearest: nearest.map(String::from).to_vec(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -480,7 +322,7 @@ mod tests {
             num_layers,
             ..MODEL
         };
-        let (v, stages) = stages(parallel, &model).unwrap();
+        let (v, stages) = divide(parallel, &model).unwrap();
         assert_eq!(stages.len(), v * parallel.pipeline_model_parallel_size);
         let mut next = 0;
         for (i, stage) in stages.iter().enumerate() {
@@ -497,7 +339,7 @@ mod tests {
             num_layers,
             ..MODEL
         };
-        let violations = stages(parallel, &model).unwrap_err();
+        let violations = divide(parallel, &model).unwrap_err();
         let lines = violations.iter().map(ToString::to_string);
         lines.collect::<Vec<_>>().join("\n")
     }
