@@ -86,6 +86,16 @@ fn other_schedules_and_uneven_stages_train_alike() {
         },
         &want,
     );
+    // Stages of 1, 2 and 1 layers; and of one layer each between an embedding and a loss alone.
+    for pp in [3, 6] {
+        assert_run(
+            Run {
+                account_for_ends: true,
+                ..Run::at(1, 1).with_pipeline(pp, 1)
+            },
+            &want,
+        );
+    }
 }
 
 /// Compares a run's steps and final weights with Megatron's.

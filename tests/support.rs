@@ -53,6 +53,8 @@ pub struct Run {
     pub schedule: Option<PipelineSchedule>,
     /// Layers of the first pipeline rank, where not an equal share.
     pub first_layers: Option<usize>,
+    /// Count the embedding and the loss as layers when the layers are divided.
+    pub account_for_ends: bool,
     pub micro_batch_size: usize,
     pub clip_grad: f64,
     pub masked: bool,
@@ -70,6 +72,7 @@ impl Run {
             dp,
             schedule: None,
             first_layers: None,
+            account_for_ends: false,
             micro_batch_size: 2,
             clip_grad: 1.0,
             masked: false,
@@ -122,6 +125,8 @@ impl Run {
                 num_virtual_stages_per_pipeline_rank: Some(self.virtual_stages),
                 pipeline_schedule: self.schedule,
                 decoder_first_pipeline_num_layers: self.first_layers,
+                account_for_embedding_in_pipeline_split: self.account_for_ends,
+                account_for_loss_in_pipeline_split: self.account_for_ends,
                 world_size: Some(self.tp * self.pp * self.dp),
                 ..ParallelConfig::default()
             },

@@ -15,6 +15,24 @@ pub fn grouped(n: u64) -> String {
     text
 }
 
+/// Bytes in the decimal unit that leaves one to three digits: `640 B`, `8.38 kB`, `4.72 MB`.
+pub fn bytes(n: u64) -> String {
+    let units = ["kB", "MB", "GB", "TB", "PB"];
+    let mut value = n as f64;
+    let mut unit = "B";
+    for larger in units {
+        // What would round to 1000 is 1 of the next.
+        if value < 999.995 {
+            break;
+        }
+        (value, unit) = (value / 1000.0, larger);
+    }
+    match unit {
+        "B" => format!("{n} B"),
+        _ => format!("{value:.2} {unit}"),
+    }
+}
+
 /// Two units of a duration: `1h05m`, `1m52s`, `7s`.
 pub fn duration(d: Duration) -> String {
     let seconds = d.as_secs_f64().round() as u64;
@@ -59,6 +77,21 @@ fn civil(days: u64) -> (u64, u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_have_units() {
+        for (n, text) in [
+            (0, "0 B"),
+            (999, "999 B"),
+            (8_384, "8.38 kB"),
+            (999_994, "999.99 kB"),
+            (999_996, "1.00 MB"),
+            (4_718_592, "4.72 MB"),
+            (2_000_000_000_000, "2.00 TB"),
+        ] {
+            assert_eq!(bytes(n), text);
+        }
+    }
 
     #[test]
     fn numbers_are_grouped() {

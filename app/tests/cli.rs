@@ -417,7 +417,7 @@ fn a_pipeline_follows_megatrons_run_and_leaves_a_trace() {
     for part in [
         "tp=2 pp=2 v=2 dp=1 (world 4)",
         "pp        12 send calls a step",
-        "embedding 1 all-reduce calls a step, 0.03 MB (0.03 predicted)",
+        "embedding 1 all-reduce calls a step, 32.77 kB (32.77 kB predicted)",
         "bubble of the last step",
     ] {
         assert!(said.contains(part), "{part}: {said}");

@@ -56,8 +56,8 @@ pub fn planned(plan: &Plan) -> Option<String> {
     });
     let held = list(&|rank| schedule.max_in_flight(rank).to_string());
     Some(format!(
-        "{}, layers of each rank {layers}; {} micro batches a step, {held} held at most; bubble {:.0}% \
-         with equal stages",
+        "{}, layers of each rank {layers}; {} micro batches a step, at most {held} in flight; bubble \
+         {:.1}% with equal stages",
         layout.pipeline_schedule,
         shape.microbatches,
         100.0 * equal_bubble(shape)
@@ -79,7 +79,8 @@ pub fn line(plan: &Plan, ended: &Ended) -> Option<String> {
     let all = measured(plan, ended, &schedule);
     let first = all.first()?;
     Some(format!(
-        "bubble of the last step {:.0}% of its computing time ({:.0}% simulated from its passes, {:.0}% with equal stages)",
+        "bubble of the last step {:.1}% of its computing time ({:.1}% simulated from its passes, {:.1}% \
+         with equal stages)",
         100.0 * first.timeline.bubble(),
         100.0 * first.simulated.bubble(),
         100.0 * equal_bubble(&shape)

@@ -5,7 +5,7 @@ use super::plan::Plan;
 use super::rank;
 use super::strategy::Ended;
 use crate::error::Result;
-use crate::units::{duration, grouped};
+use crate::units::{bytes, duration, grouped};
 use std::time::Duration;
 
 /// Prints the sample, the summary and the files.
@@ -77,12 +77,11 @@ fn communication(plan: &Plan, ended: &Ended, steps: u64) -> Vec<String> {
     (kinds.into_iter())
         .filter(|(.., predicted, _)| predicted.calls > 0)
         .map(|(axis, kind, predicted, spent)| {
-            let megabytes = |bytes: u64| bytes as f64 / 1e6;
             format!(
-                "{axis:<9} {} {kind} calls a step, {:.2} MB ({:.2} predicted), {:.1} ms with waiting",
+                "{axis:<9} {} {kind} calls a step, {} ({} predicted), {:.1} ms with waiting",
                 spent.calls / steps,
-                megabytes(spent.bytes / steps),
-                megabytes(predicted.bytes),
+                bytes(spent.bytes / steps),
+                bytes(predicted.bytes),
                 1e3 * spent.time.as_secs_f64() / steps as f64
             )
         })

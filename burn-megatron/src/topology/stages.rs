@@ -95,18 +95,20 @@ pub(super) fn divide(
     }
     let v = virtual_stages(parallel, model.num_layers).map_err(|broken| vec![broken])?;
     let p = parallel.pipeline_model_parallel_size;
-    if p.saturating_mul(v) > model.num_layers.min(MAX_STAGES) {
-        let most = model.num_layers.min(MAX_STAGES) / v;
+    // A stage has a layer, or what counts as one.
+    let [embedding, loss] = counted_ends(parallel);
+    let most = (model.num_layers + embedding + loss).min(MAX_STAGES);
+    if p.saturating_mul(v) > most {
         return Err(vec![Violation {
             rule: format!(
                 "pipeline_model_parallel_size {p} times {v} virtual stage(s) must be at most \
-                 num_layers {} and {MAX_STAGES}",
+                 {most}, for num_layers {}",
                 model.num_layers
             ),
-            nearest: match (v, most) {
-                (1, _) => divisors(p, model.num_layers),
-                (_, 0) => vec![format!("{} virtual stages", model.num_layers)],
-                _ => vec![most.to_string()],
+            nearest: match (v, most / v) {
+                (1, _) => divisors(p, most),
+                (_, 0) => vec![format!("{most} virtual stages")],
+                (_, ranks) => vec![ranks.to_string()],
             },
         }]);
     }
@@ -188,11 +190,19 @@ fn split(
     Ok(StageLayers::of_counts(counts))
 }
 
+/// Whether the embedding counts as a layer, and whether the loss does.
+fn counted_ends(parallel: &ParallelConfig) -> [usize; 2] {
+    [
+        parallel.account_for_embedding_in_pipeline_split,
+        parallel.account_for_loss_in_pipeline_split,
+    ]
+    .map(usize::from)
+}
+
 /// Equal stages; the embedding and the loss take the place of a layer where they are to count.
 fn equal_shares(parallel: &ParallelConfig, num_layers: usize, v: usize) -> Broken<Vec<usize>> {
     let p = parallel.pipeline_model_parallel_size;
-    let embedding = usize::from(parallel.account_for_embedding_in_pipeline_split);
-    let loss = usize::from(parallel.account_for_loss_in_pipeline_split);
+    let [embedding, loss] = counted_ends(parallel);
     let (total, stages) = (num_layers + embedding + loss, p * v);
     if !total.is_multiple_of(stages) {
         let counted = match embedding + loss {
@@ -395,11 +405,14 @@ mod tests {
         assert_eq!(counts(&config(true, true), 10), [2, 3, 3, 2]);
         assert_eq!(counts(&config(true, false), 11), [2, 3, 3, 3]);
         assert_eq!(counts(&config(false, true), 11), [3, 3, 3, 2]);
+        assert_eq!(counts(&config(true, true), 2), [0, 1, 1, 0]);
         let text = broken(&config(true, true), 8);
         assert!(
             text.contains("8 plus 2 for the embedding and the loss"),
             "{text}"
         );
+        let text = broken(&config(true, true), 1);
+        assert!(text.contains("at most 3, for num_layers 1"), "{text}");
         let both = ParallelConfig {
             decoder_first_pipeline_num_layers: Some(1),
             ..config(true, false)

@@ -1,7 +1,7 @@
 //! A pipeline's schedule as data: what each rank does, in order.
 //!
-//! One list serves everything: the [checker](check) proves that it cannot deadlock and leaves nothing
-//! out, the [simulator](super::simulate) times it, the [executor](super::executor) runs it, and
+//! One list serves everything: the checker (`check.rs`) proves that it cannot deadlock and leaves nothing
+//! out, the [simulator](super::simulate()) times it, the [executor](super::execute) runs it, and
 //! `megatron schedule` draws it.
 //!
 //! `p` ranks hold `v` stages each, their *chunks*: stage `s` is chunk `s / p` of rank `s % p`.
