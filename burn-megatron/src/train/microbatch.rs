@@ -190,3 +190,66 @@ impl MicroBatchShape {
             .collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::threads::ThreadWorld;
+    use std::time::Duration;
+
+    #[test]
+    fn the_group_gets_rank_0s_microbatches_masks_and_all() {
+        let shape = MicroBatchShape {
+            samples: 2,
+            seq: 3,
+            vocab_size: 100,
+        };
+        let microbatch = |i: i64, loss_mask| MicroBatch {
+            tokens: (i..i + 8).collect(),
+            loss_mask,
+        };
+        let read = [
+            microbatch(0, None),
+            microbatch(10, Some(vec![1.0, 0.0, 1.0, 1.0, 0.5, 0.0])),
+            microbatch(20, None),
+        ];
+        shape.check(&read, 3, 0).unwrap();
+        let ends = ThreadWorld::new(Duration::from_secs(30)).group("tp", &[0, 1]);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| shape.broadcast(&[], 3, &ends[1]));
+            assert_eq!(shape.broadcast(&read, 3, &ends[0]).unwrap(), read);
+            assert_eq!(other.join().unwrap().unwrap(), read);
+        });
+    }
+
+    #[test]
+    fn microbatches_that_are_not_the_runs_are_named() {
+        let shape = MicroBatchShape {
+            samples: 1,
+            seq: 2,
+            vocab_size: 10,
+        };
+        let microbatch = |tokens: &[i64], mask: Option<usize>| MicroBatch {
+            tokens: tokens.to_vec(),
+            loss_mask: mask.map(|len| vec![1.0; len]),
+        };
+        for (microbatches, words) in [
+            (vec![], "rank 3 got 0 microbatches for a step, not 1"),
+            (
+                vec![microbatch(&[1, 2], None)],
+                "2 tokens, not 1 x (2 + 1) = 3",
+            ),
+            (
+                vec![microbatch(&[1, 2, 3], Some(3))],
+                "a loss mask of 3 values, not 1 x 2",
+            ),
+            (
+                vec![microbatch(&[1, 10, 3], None)],
+                "token 10 at position 1 of sample 0",
+            ),
+        ] {
+            let error = shape.check(&microbatches, 1, 3).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}
