@@ -69,6 +69,27 @@ fn gpt_trains_as_megatron_does_at_every_layout() {
 }
 
 #[test]
+fn llama_trains_as_megatron_does_at_every_layout() {
+    let want = json("llama_trajectory.json");
+    for (tp, pp, v, dp) in [
+        (1, 1, 1, 1),
+        (2, 1, 1, 1),
+        (1, 1, 1, 2),
+        (1, 2, 1, 1),
+        (1, 4, 1, 1),
+        (1, 2, 2, 1),
+        (2, 2, 2, 1),
+        (2, 2, 1, 2),
+    ] {
+        let run = Run {
+            llama: true,
+            ..Run::at(tp, dp).with_pipeline(pp, v)
+        };
+        assert_run(run, &want);
+    }
+}
+
+#[test]
 fn other_schedules_and_uneven_stages_train_alike() {
     let want = json("gpt_trajectory.json");
     let pipeline = Run::at(1, 1).with_pipeline(2, 1);
@@ -105,14 +126,15 @@ fn assert_run(run: Run, want: &Value) {
         .train(|_, trainer| trainer.save_weights(&path))
         .expect("run");
     assert_steps(&steps, want, &run.layout());
-    assert_weights(&path, &run.layout());
+    assert_weights(&path, &run);
     std::fs::remove_file(&path).expect("the saved weights");
 }
 
 /// Compares saved weights with Megatron's after the eight steps. The key part of the QKV bias is
 /// left out: its true gradient is 0, and Adam amplifies the rounding there.
-fn assert_weights(path: &std::path::Path, what: &str) {
-    let (got, want) = (tensors(path), tensors(fixture("gpt_final.safetensors")));
+fn assert_weights(path: &std::path::Path, run: &Run) {
+    let what = run.layout();
+    let (got, want) = (tensors(path), tensors(run.file("final.safetensors")));
     assert_eq!(
         got.keys().collect::<Vec<_>>(),
         want.keys().collect::<Vec<_>>()
@@ -133,10 +155,12 @@ fn assert_weights(path: &std::path::Path, what: &str) {
 #[test]
 fn masks_and_loss_averaging_are_megatrons() {
     let variants = json("trajectories_variants.json");
-    for (name, masked, per_token_loss, erf_gelu) in [
-        ("masked", true, false, false),
-        ("masked_pertoken", true, true, false),
-        ("erfgelu", false, false, true),
+    for (model, name, masked, per_token_loss, erf_gelu) in [
+        ("gpt", "masked", true, false, false),
+        ("gpt", "masked_pertoken", true, true, false),
+        ("gpt", "erfgelu", false, false, true),
+        ("llama", "masked", true, false, false),
+        ("llama", "masked_pertoken", true, true, false),
     ] {
         for (tp, pp, dp) in [
             (1, 1, 1),
@@ -147,6 +171,7 @@ fn masks_and_loss_averaging_are_megatrons() {
             (1, 2, 2),
         ] {
             let run = Run {
+                llama: model == "llama",
                 masked,
                 per_token_loss,
                 erf_gelu,
@@ -154,7 +179,7 @@ fn masks_and_loss_averaging_are_megatrons() {
             };
             let (steps, _) = run.train(|_, _| Ok(())).expect("run");
             let what = format!("{name} {}", run.layout());
-            assert_steps(&steps, &variants[format!("gpt/tp1_{name}")], &what);
+            assert_steps(&steps, &variants[format!("{model}/tp1_{name}")], &what);
         }
     }
 }

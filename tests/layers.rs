@@ -148,7 +148,13 @@ fn transformer() -> TransformerConfig {
         ffn_hidden_size: 64,
         layernorm_epsilon: 1e-5,
         init_method_std: 0.3,
-        gelu: GeluApproximation::Tanh,
+        activation: Activation::Gelu(GeluApproximation::Tanh),
+        num_query_groups: 4,
+        kv_channels: 4,
+        normalization: Normalization::LayerNorm,
+        add_bias_linear: true,
+        rotary: None,
+        qk_layernorm: false,
     }
 }
 

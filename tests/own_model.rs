@@ -23,7 +23,8 @@ impl TinyLm {
         let mlp = MlpConfig {
             hidden_size: 32,
             ffn_hidden_size: 64,
-            gelu: GeluApproximation::Tanh,
+            activation: Activation::Gelu(GeluApproximation::Tanh),
+            bias: true,
             init_std: 0.2,
             output_init_std: 0.02,
         };

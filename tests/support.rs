@@ -45,6 +45,8 @@ pub fn tensors(name: impl AsRef<Path>) -> BTreeMap<String, (Vec<usize>, Vec<f32>
 /// One fixture run: Megatron's settings, at a layout of ours.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
+    /// The fixtures' Llama instead of their GPT.
+    pub llama: bool,
     pub tp: usize,
     pub pp: usize,
     /// Stages on each pipeline rank.
@@ -66,6 +68,7 @@ impl Run {
     /// The base run of the fixtures.
     pub fn at(tp: usize, dp: usize) -> Self {
         Run {
+            llama: false,
             tp,
             pp: 1,
             virtual_stages: 1,
@@ -92,6 +95,7 @@ impl Run {
 
     /// Its layout, for messages.
     pub fn layout(&self) -> String {
+        let model = if self.llama { "llama " } else { "" };
         let Run {
             tp,
             pp,
@@ -99,7 +103,13 @@ impl Run {
             dp,
             ..
         } = self;
-        format!("tp={tp} pp={pp} v={v} dp={dp}")
+        format!("{model}tp={tp} pp={pp} v={v} dp={dp}")
+    }
+
+    /// A fixture of its model.
+    pub fn file(&self, name: &str) -> PathBuf {
+        let model = if self.llama { "llama" } else { "gpt" };
+        fixture(&format!("{model}_{name}"))
     }
 
     /// A path of its own in the temporary folder.
@@ -110,6 +120,14 @@ impl Run {
 
     /// The fixtures' model, data and optimizer.
     pub fn config(&self) -> ResolvedConfig {
+        let base = match self.llama {
+            true => GptConfig {
+                num_query_groups: Some(2),
+                ffn_hidden_size: Some(176),
+                ..GptConfig::llama()
+            },
+            false => GptConfig::default(),
+        };
         let config = TrainConfig {
             model: GptConfig {
                 num_layers: 4,
@@ -117,7 +135,7 @@ impl Run {
                 num_attention_heads: 4,
                 make_vocab_size_divisible_by: 1,
                 bias_gelu_fusion: !self.erf_gelu,
-                ..GptConfig::default()
+                ..base
             },
             parallel: ParallelConfig {
                 tensor_model_parallel_size: self.tp,
@@ -167,7 +185,7 @@ impl Run {
         let config = self.config();
         let batches = tensors(fixture("train_tokens.safetensors"));
         let results = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
-            let weights = FullWeights::open(fixture("gpt_init.safetensors"))?;
+            let weights = FullWeights::open(self.file("init.safetensors"))?;
             let mut trainer = Trainer::new(&config, rank, Some(&weights))?;
             let dp_rank = rank.groups.dp.comm.rank();
             let steps = (0..8).map(|step| {

@@ -1,7 +1,8 @@
 //! Flags of the model and of how it is split over ranks.
 
 use super::{by_name, set, set_some};
-use burn_megatron::models::gpt::GptConfig;
+use burn_megatron::layers::Normalization;
+use burn_megatron::models::gpt::{GptConfig, PositionEmbeddingType};
 use burn_megatron::topology::{ParallelConfig, PipelineSchedule};
 use clap::Args;
 
@@ -18,14 +19,53 @@ pub struct ModelArgs {
     /// Attention heads; each is hidden size / heads wide [default: 4]
     #[arg(long, value_name = "N")]
     num_attention_heads: Option<usize>,
-    /// Inner width of the MLP [default: 4 x hidden size]
+    /// Heads of keys and values, each serving as many attention heads; a multiple of the
+    /// tensor-parallel size [default: the attention heads]
+    #[arg(long, value_name = "N")]
+    num_query_groups: Option<usize>,
+    /// Width of an attention head [default: hidden size / heads]
+    #[arg(long, value_name = "N")]
+    kv_channels: Option<usize>,
+    /// Inner width of the MLP [default: 4 x hidden size; with --swiglu two thirds of that, down to a
+    /// multiple of 64]
     #[arg(long, value_name = "N")]
     ffn_hidden_size: Option<usize>,
+    /// LayerNorm, or RMSNorm as in Llama [default: LayerNorm]
+    #[arg(long, value_name = "NAME", value_parser = by_name::<Normalization>)]
+    normalization: Option<Normalization>,
+    /// How tokens know their place: learned_absolute, rope (rotary, as in Llama) or none
+    /// [default: learned_absolute]
+    #[arg(long, value_name = "NAME", value_parser = by_name::<PositionEmbeddingType>)]
+    position_embedding_type: Option<PositionEmbeddingType>,
+    /// Rotary: base of the frequencies [default: 10000]
+    #[arg(long, value_name = "X")]
+    rotary_base: Option<f64>,
+    /// Rotary: part of each head's features that turn [default: 1]
+    #[arg(long, value_name = "X")]
+    rotary_percent: Option<f64>,
+    /// Rotary: stretch low frequencies as Llama 3 does
+    #[arg(long)]
+    use_rope_scaling: bool,
+    /// Rotary: by how much [default: 8]
+    #[arg(long, value_name = "X")]
+    rope_scaling_factor: Option<f64>,
+    /// Gate the MLP by SiLU, as Llama does, instead of applying GELU
+    #[arg(long)]
+    swiglu: bool,
+    /// Square the MLP's ReLU instead of applying GELU
+    #[arg(long)]
+    squared_relu: bool,
+    /// Linear layers without biases, as in Llama
+    #[arg(long)]
+    disable_bias_linear: bool,
+    /// Normalise the queries and keys of each head
+    #[arg(long)]
+    qk_layernorm: bool,
     /// Longest sequence the learned positions reach, in tokens [default: the sequence length]
     #[arg(long, value_name = "N")]
     max_position_embeddings: Option<usize>,
-    /// Added to the variance in LayerNorm, against division by zero [default: 1e-5]
-    #[arg(long, value_name = "X")]
+    /// Added to the variance in norms, against division by zero [default: 1e-5]
+    #[arg(long, value_name = "X", alias = "norm-epsilon")]
     layernorm_epsilon: Option<f64>,
     /// Standard deviation of the initial weights; the layers' output projections get it divided by
     /// sqrt(2 x layers) [default: 0.02]
@@ -48,7 +88,22 @@ impl ModelArgs {
         set(&mut model.num_layers, &self.num_layers);
         set(&mut model.hidden_size, &self.hidden_size);
         set(&mut model.num_attention_heads, &self.num_attention_heads);
+        set_some(&mut model.num_query_groups, &self.num_query_groups);
+        set_some(&mut model.kv_channels, &self.kv_channels);
         set_some(&mut model.ffn_hidden_size, &self.ffn_hidden_size);
+        set(&mut model.normalization, &self.normalization);
+        set(
+            &mut model.position_embedding_type,
+            &self.position_embedding_type,
+        );
+        set(&mut model.rotary_base, &self.rotary_base);
+        set(&mut model.rotary_percent, &self.rotary_percent);
+        model.use_rope_scaling |= self.use_rope_scaling;
+        set(&mut model.rope_scaling_factor, &self.rope_scaling_factor);
+        model.swiglu |= self.swiglu;
+        model.squared_relu |= self.squared_relu;
+        model.disable_bias_linear |= self.disable_bias_linear;
+        model.qk_layernorm |= self.qk_layernorm;
         set_some(
             &mut model.max_position_embeddings,
             &self.max_position_embeddings,

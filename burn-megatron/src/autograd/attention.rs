@@ -1,8 +1,11 @@
 //! The core of causal attention, with its backward: `softmax(Q Kᵀ · scale, masked) V`.
 //!
-//! Shapes: `n` heads of all samples, `s` sequence, `d` head width. Megatron's
-//! `transformer/dot_product_attention.py`; saved for the backward: `q`, `k`, `v` and the
-//! probabilities `[n, s, s]`.
+//! Shapes: `n` heads of keys and values of all samples, `r` query heads for each, `s` sequence, `d` head
+//! width. Megatron's `transformer/dot_product_attention.py`; saved for the backward: `q`, `k`, `v` and
+//! the probabilities `[n, r s, s]`.
+//!
+//! The query heads that share a head of keys and values stand one below the other in one matrix: one
+//! product serves them all, and its transpose sums their gradients.
 
 use super::ParallelOps;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
@@ -15,28 +18,30 @@ use burn::tensor::{Tensor, TensorData};
 /// What Megatron fills masked scores with: its exponential is 0 in f32.
 const MASKED_SCORE: f64 = -10_000.0;
 
-/// Attention of each of `n` heads by itself, in which a position sees itself and what came before.
+/// Attention of each query head by itself, in which a position sees itself and what came before.
 ///
 /// # Shapes
-/// - `q`, `k`, `v`: `[n, s, d]`
-/// - output: `[n, s, d]`
+/// - `q`: `[n, r s, d]`, the positions of one query head after another's; `r` is 1 without grouped
+///   queries
+/// - `k`, `v`: `[n, s, d]`
+/// - output: `[n, r s, d]`
 pub fn causal_attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, scale: f64) -> Tensor<3> {
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
     Tensor::from_dispatch(Dispatch::causal_attention(q, k, v, scale))
 }
 
-/// Returns the output and the probabilities `[n, s, s]`.
+/// Returns the output and the probabilities `[n, r s, s]`.
 pub(super) fn forward<B: Backend>(
     q: FloatTensor<B>,
     k: FloatTensor<B>,
     v: FloatTensor<B>,
     scale: f64,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
-    let s = q.shape()[1];
+    let (rows, s) = (q.shape()[1], k.shape()[1]);
     let device = q.device();
     let scores = B::float_mul_scalar(B::float_matmul(q, B::float_transpose(k)), scale.into());
-    let later: Vec<bool> = (0..s * s).map(|i| i % s > i / s).collect();
-    let later = B::bool_from_data(TensorData::new(later, [1, s, s]), &device);
+    let later: Vec<bool> = (0..rows * s).map(|i| i % s > i / s % s).collect();
+    let later = B::bool_from_data(TensorData::new(later, [1, rows, s]), &device);
     let later = B::bool_expand(later, scores.shape());
     let scores = B::float_mask_fill(scores, later, MASKED_SCORE.into());
     let probabilities = B::softmax(scores, 2);

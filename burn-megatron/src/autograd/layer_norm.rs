@@ -47,7 +47,8 @@ pub(super) fn forward<B: Backend>(
     (B::float_reshape(out, shape), normal, scale)
 }
 
-fn rows(shape: &Shape, h: usize) -> Shape {
+/// The shape of `[.., h]` as a matrix of rows.
+pub(super) fn rows(shape: &Shape, h: usize) -> Shape {
     Shape::new([shape.num_elements() / h, h])
 }
 

@@ -11,7 +11,10 @@ mod gelu;
 mod layer_norm;
 mod linear;
 mod mappings;
+mod rms_norm;
+mod rotary;
 mod seed;
+mod swiglu;
 
 pub use attention::causal_attention;
 pub use collective::{Collective, CollectivePair};
@@ -20,7 +23,10 @@ pub use gelu::{GeluApproximation, gelu};
 pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use mappings::*;
+pub use rms_norm::rms_norm;
+pub use rotary::{RotaryTable, rotary_embedding};
 pub use seed::{BackwardSeed, GradientSlot};
+pub use swiglu::swiglu;
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -48,7 +54,17 @@ pub trait ParallelOps: Backend {
         gelu::forward::<Self>(x, approximation).0
     }
 
-    /// Causal attention of heads `q, k, v [n, s, d]`.
+    /// SwiGLU of `x [.., 2 f]`.
+    fn swiglu(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        swiglu::forward::<Self>(x)
+    }
+
+    /// The heads `x [heads, s, d]` turned by their positions' angles, forth or `back`.
+    fn rotary(x: FloatTensor<Self>, table: RotaryTable, back: bool) -> FloatTensor<Self> {
+        rotary::forward::<Self>(x, &table, back)
+    }
+
+    /// Causal attention of `n` groups of heads: `q [n, r s, d]`, `k, v [n, s, d]`.
     fn causal_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -66,6 +82,15 @@ pub trait ParallelOps: Backend {
         epsilon: f64,
     ) -> FloatTensor<Self> {
         layer_norm::forward::<Self>(x, weight, bias, epsilon).0
+    }
+
+    /// Root-mean-square normalisation of `x [.., h]` with `weight [h]`.
+    fn rms_norm_with(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        rms_norm::forward::<Self>(x, weight, epsilon).0
     }
 
     /// Cross entropy `[n]` of `logits [n, vocabulary shard]` for global `target` ids `[n]`.
@@ -99,6 +124,14 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
         gelu::autodiff::<B, C>(x, approximation)
     }
 
+    fn swiglu(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        swiglu::autodiff::<B, C>(x)
+    }
+
+    fn rotary(x: FloatTensor<Self>, table: RotaryTable, back: bool) -> FloatTensor<Self> {
+        rotary::autodiff::<B, C>(x, table, back)
+    }
+
     fn causal_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -115,6 +148,14 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
         epsilon: f64,
     ) -> FloatTensor<Self> {
         layer_norm::autodiff::<B, C>(x, weight, bias, epsilon)
+    }
+
+    fn rms_norm_with(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        rms_norm::autodiff::<B, C>(x, weight, epsilon)
     }
 
     fn vocab_parallel_cross_entropy(

@@ -1,5 +1,6 @@
 //! Gradients after the backward passes of a step, in the order in which they are finished:
-//! data-parallel sum, sum of tied embeddings, global norm, clipping. Megatron's `distributed/finalize_model_grads.py` and
+//! data-parallel sum, sum of tied embeddings, sum of partial gradients over tensor-parallel ranks, global
+//! norm, clipping. Megatron's `distributed/finalize_model_grads.py` and
 //! `optimizer/clip_grads.py`.
 
 use crate::comm::{Communicator, ReduceOp, all_reduce_f64};
@@ -37,6 +38,31 @@ pub fn all_reduce_tied(
     let tied = params.iter().filter(|param| param.spec.tied_over_stages);
     tied.map(|param| param.range.clone())
         .try_for_each(|range| embedding.all_reduce(&mut gradients[range], ReduceOp::Sum))
+}
+
+/// Sums over the tensor-parallel group the gradients of the replicated parameters of which each rank
+/// computes a part (Megatron's `_allreduce_non_tensor_model_parallel_grads`), in one call.
+pub fn all_reduce_partial(
+    gradients: &mut [f32],
+    params: &[ParamRecord],
+    tp: &dyn Communicator,
+) -> Result<()> {
+    let partial = || params.iter().filter(|param| param.spec.partial_gradient);
+    let mut packed: Vec<f32> = partial()
+        .flat_map(|param| &gradients[param.range.clone()])
+        .copied()
+        .collect();
+    if tp.size() == 1 || packed.is_empty() {
+        return Ok(());
+    }
+    tp.all_reduce(&mut packed, ReduceOp::Sum)?;
+    let mut rest = &packed[..];
+    for param in partial() {
+        let (sums, later) = rest.split_at(param.range.len());
+        gradients[param.range.clone()].copy_from_slice(sums);
+        rest = later;
+    }
+    Ok(())
 }
 
 /// The 2-norm of the whole model's gradient, each parameter counted once: see

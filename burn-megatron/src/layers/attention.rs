@@ -2,7 +2,8 @@
 
 use super::block::{Sublayer, TransformerConfig};
 use super::{
-    ColumnParallelLinear, ColumnParallelLinearConfig, RowParallelLinear, RowParallelLinearConfig,
+    ColumnParallelLinear, ColumnParallelLinearConfig, Norm, NormConfig, Normalization,
+    RotaryConfig, RotaryEmbedding, RowParallelLinear, RowParallelLinearConfig,
 };
 use crate::autograd::causal_attention;
 use crate::shard::ParallelBuilder;
@@ -13,8 +14,18 @@ use burn::tensor::Tensor;
 #[derive(Debug, Clone)]
 pub struct SelfAttentionConfig {
     pub hidden_size: usize,
-    /// Over all ranks; a multiple of `t`.
+    /// Over all ranks; a multiple of the query groups.
     pub num_attention_heads: usize,
+    /// Heads of keys and values over all ranks, each serving as many heads of queries; a multiple of
+    /// `t`.
+    pub num_query_groups: usize,
+    /// Width of a head.
+    pub kv_channels: usize,
+    pub bias: bool,
+    pub rotary: Option<RotaryConfig>,
+    /// Normalise each head's queries and keys.
+    pub qk_layernorm: Option<Normalization>,
+    pub layernorm_epsilon: f64,
     /// Standard deviation of the initial weights of queries, keys and values.
     pub init_std: f64,
     /// Standard deviation of the initial weights of the output projection.
@@ -26,6 +37,12 @@ impl From<&TransformerConfig> for SelfAttentionConfig {
         SelfAttentionConfig {
             hidden_size: config.hidden_size,
             num_attention_heads: config.num_attention_heads,
+            num_query_groups: config.num_query_groups,
+            kv_channels: config.kv_channels,
+            bias: config.add_bias_linear,
+            rotary: config.rotary,
+            qk_layernorm: config.qk_layernorm.then_some(config.normalization),
+            layernorm_epsilon: config.layernorm_epsilon,
             init_std: config.init_method_std,
             output_init_std: config.output_init_std(),
         }
@@ -35,31 +52,60 @@ impl From<&TransformerConfig> for SelfAttentionConfig {
 impl SelfAttentionConfig {
     /// The rank's heads.
     pub fn init(&self, builder: &ParallelBuilder) -> SelfAttention {
-        let h = self.hidden_size;
+        let (h, d) = (self.hidden_size, self.kv_channels);
+        let (heads, groups) = (self.num_attention_heads, self.num_query_groups);
+        let norm = || {
+            let config = |kind| NormConfig {
+                kind,
+                hidden_size: d,
+                epsilon: self.layernorm_epsilon,
+                // Each rank has heads of its own.
+                partial_gradient: true,
+            };
+            self.qk_layernorm.map(|kind| config(kind).init(builder))
+        };
         SelfAttention {
-            linear_qkv: ColumnParallelLinearConfig::new(h, 3 * h)
+            linear_qkv: ColumnParallelLinearConfig::new(h, (heads + 2 * groups) * d)
+                .with_bias(self.bias)
                 .with_init_std(self.init_std)
                 .init(builder),
-            linear_proj: RowParallelLinearConfig::new(h, h)
+            linear_proj: RowParallelLinearConfig::new(heads * d, h)
+                .with_bias(self.bias)
                 .with_init_std(self.output_init_std)
                 .init(builder),
-            local_heads: self.num_attention_heads / builder.tp().size(),
+            q_layernorm: norm(),
+            k_layernorm: norm(),
+            local_groups: groups / builder.tp().size(),
+            queries_per_group: heads / groups,
+            head_width: d,
+            rotary: self.rotary.map(|config| config.init(d)),
         }
     }
 }
 
 /// `softmax(Q Kᵀ / √d) V`, masked so that a position sees itself and what came before.
 ///
-/// The rows of `linear_qkv` are laid out head by head as `[q | k | v]`, so that a contiguous split
-/// of them is a split by heads. Megatron's `transformer/attention.py`, `SelfAttention`.
+/// The rows of `linear_qkv` are laid out query group by query group as `[q heads | k | v]`, so that a
+/// contiguous split of them is a split by groups. Megatron's `transformer/attention.py`,
+/// `SelfAttention`.
 #[derive(Module, Debug)]
 pub struct SelfAttention {
-    /// `h -> 3 h/t`
+    /// `h -> (a + 2 g) d/t`
     pub linear_qkv: ColumnParallelLinear,
-    /// `h/t -> h`
+    /// `a d/t -> h`
     pub linear_proj: RowParallelLinear,
+    /// Over the features of each head of queries.
+    pub q_layernorm: Option<Norm>,
+    /// Over the features of each head of keys.
+    pub k_layernorm: Option<Norm>,
     #[module(skip)]
-    local_heads: usize,
+    local_groups: usize,
+    #[module(skip)]
+    queries_per_group: usize,
+    #[module(skip)]
+    head_width: usize,
+    #[module(skip)]
+    rotary: Option<RotaryEmbedding>,
 }
 
 impl SelfAttention {
@@ -67,18 +113,41 @@ impl SelfAttention {
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let [s, b, _] = x.dims();
         let (qkv, _) = self.linear_qkv.forward(x);
-        let heads = b * self.local_heads;
-        let d = qkv.dims()[2] / (3 * self.local_heads);
-        // [s, b, a/t · 3d] -> [b·a/t, s, 3d]
-        let qkv = qkv.reshape([s, heads, 3 * d]).swap_dims(0, 1);
-        let part = |i: usize| qkv.clone().slice([0..heads, 0..s, i * d..(i + 1) * d]);
+        let (groups, r, d) = (
+            b * self.local_groups,
+            self.queries_per_group,
+            self.head_width,
+        );
+        let qkv = qkv.reshape([s, groups, (r + 2) * d]);
+        // [s, b·g/t, heads · d] of each group -> [b·g/t · heads, s, d]
+        let heads = |first: usize, count: usize| {
+            let part = qkv.clone();
+            let part = part.slice([0..s, 0..groups, first * d..(first + count) * d]);
+            part.reshape([s, groups * count, d]).swap_dims(0, 1)
+        };
+        let q = self.placed(heads(0, r), &self.q_layernorm);
+        let k = self.placed(heads(r, 1), &self.k_layernorm);
+        let v = heads(r + 1, 1);
         let scale = 1.0 / (d as f64).sqrt();
-        let context = causal_attention(part(0), part(1), part(2), scale);
-        // [b·a/t, s, d] -> [s, b, a/t · d]
+        let context = causal_attention(q.reshape([groups, r * s, d]), k, v, scale);
+        // [b·g/t, r·s, d] -> [s, b, a/t · d]
         let context = context
+            .reshape([groups * r, s, d])
             .swap_dims(0, 1)
-            .reshape([s, b, self.local_heads * d]);
+            .reshape([s, b, self.local_groups * r * d]);
         self.linear_proj.forward(context).0
+    }
+
+    /// Heads of queries or keys, normalised and turned by their positions where the model asks for it.
+    fn placed(&self, heads: Tensor<3>, norm: &Option<Norm>) -> Tensor<3> {
+        let heads = match norm {
+            Some(norm) => norm.forward(heads),
+            None => heads,
+        };
+        match &self.rotary {
+            Some(rotary) => rotary.forward(heads),
+            None => heads,
+        }
     }
 }
 

@@ -1,7 +1,9 @@
 //! Transformer layers, and the stack of them.
 
-use super::{LayerNorm, LayerNormConfig, Mlp, MlpConfig, SelfAttention, SelfAttentionConfig};
-use crate::autograd::GeluApproximation;
+use super::{
+    Activation, Mlp, MlpConfig, Norm, NormConfig, Normalization, RotaryConfig, SelfAttention,
+    SelfAttentionConfig,
+};
 use crate::shard::ParallelBuilder;
 use crate::topology::StageLayers;
 use burn::module::{Module, ModuleDisplay};
@@ -13,11 +15,22 @@ pub struct TransformerConfig {
     pub num_layers: usize,
     pub hidden_size: usize,
     pub num_attention_heads: usize,
+    /// Heads of keys and values.
+    pub num_query_groups: usize,
+    /// Width of a head.
+    pub kv_channels: usize,
     pub ffn_hidden_size: usize,
+    pub normalization: Normalization,
     pub layernorm_epsilon: f64,
     /// Standard deviation of initial weights.
     pub init_method_std: f64,
-    pub gelu: GeluApproximation,
+    pub activation: Activation,
+    /// Whether linear layers have biases.
+    pub add_bias_linear: bool,
+    /// Rotary positions; none for learned ones, or none at all.
+    pub rotary: Option<RotaryConfig>,
+    /// Normalise each head's queries and keys.
+    pub qk_layernorm: bool,
 }
 
 impl TransformerConfig {
@@ -43,13 +56,18 @@ pub struct LayerSpec<N, A, M> {
     pub mlp: fn(&TransformerConfig, &ParallelBuilder) -> M,
 }
 
-impl LayerSpec<LayerNorm, SelfAttention, Mlp> {
-    /// GPT's layer: LayerNorm, causal multi-head attention, GELU MLP.
+impl LayerSpec<Norm, SelfAttention, Mlp> {
+    /// A decoder's layer: norm, causal attention and MLP, each as the configuration says. GPT's and
+    /// Llama's are both this.
     pub fn gpt() -> Self {
         let norm = |config: &TransformerConfig, builder: &ParallelBuilder| {
-            LayerNormConfig::new(config.hidden_size)
-                .with_epsilon(config.layernorm_epsilon)
-                .init(builder)
+            let config = NormConfig {
+                kind: config.normalization,
+                hidden_size: config.hidden_size,
+                epsilon: config.layernorm_epsilon,
+                partial_gradient: false,
+            };
+            config.init(builder)
         };
         LayerSpec {
             input_layernorm: norm,

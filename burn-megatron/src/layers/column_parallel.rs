@@ -16,6 +16,10 @@ pub struct ColumnParallelLinearConfig {
     pub output_size: usize,
     #[config(default = true)]
     pub bias: bool,
+    /// Equal parts of the output that are split over the ranks each by itself, such as a gate and what
+    /// it gates.
+    #[config(default = 1)]
+    pub output_blocks: usize,
     /// Return the whole output on every rank instead of the rank's part.
     #[config(default = false)]
     pub gather_output: bool,
@@ -37,6 +41,7 @@ impl ColumnParallelLinearConfig {
     pub fn init(&self, builder: &ParallelBuilder) -> ColumnParallelLinear {
         let split = |shape: Vec<usize>, init| {
             let spec = builder.split(shape, 0, init);
+            let spec = spec.with_blocks(self.output_blocks);
             spec.with_unpadded_rows(self.unpadded_rows)
         };
         let init = Init::Normal { std: self.init_std };

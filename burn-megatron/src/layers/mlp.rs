@@ -4,10 +4,43 @@ use super::block::{Sublayer, TransformerConfig};
 use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, RowParallelLinear, RowParallelLinearConfig,
 };
-use crate::autograd::{GeluApproximation, gelu};
+use crate::autograd::{GeluApproximation, gelu, swiglu};
 use crate::shard::ParallelBuilder;
 use burn::module::Module;
 use burn::tensor::Tensor;
+use burn::tensor::activation::relu;
+
+/// What stands between the two linear layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    Gelu(GeluApproximation),
+    /// `silu(gate) ∘ up`, with gate and up side by side in `linear_fc1`.
+    SwiGlu,
+    /// `max(x, 0)²` (So et al. 2021).
+    SquaredRelu,
+}
+
+impl Activation {
+    /// Features that it takes for each that it gives.
+    pub fn inputs(self) -> usize {
+        match self {
+            Activation::SwiGlu => 2,
+            Activation::Gelu(_) | Activation::SquaredRelu => 1,
+        }
+    }
+
+    /// `[.., inputs · f] -> [.., f]`
+    pub fn forward<const D: usize>(self, x: Tensor<D>) -> Tensor<D> {
+        match self {
+            Activation::Gelu(approximation) => gelu(x, approximation),
+            Activation::SwiGlu => swiglu(x),
+            Activation::SquaredRelu => {
+                let x = relu(x);
+                x.clone() * x
+            }
+        }
+    }
+}
 
 /// Configuration of an [`Mlp`].
 #[derive(Debug, Clone)]
@@ -15,7 +48,8 @@ pub struct MlpConfig {
     pub hidden_size: usize,
     /// Over all ranks; a multiple of `t`.
     pub ffn_hidden_size: usize,
-    pub gelu: GeluApproximation,
+    pub activation: Activation,
+    pub bias: bool,
     /// Standard deviation of the initial weights of `linear_fc1`.
     pub init_std: f64,
     /// Standard deviation of the initial weights of `linear_fc2`.
@@ -27,7 +61,8 @@ impl From<&TransformerConfig> for MlpConfig {
         MlpConfig {
             hidden_size: config.hidden_size,
             ffn_hidden_size: config.ffn_hidden_size,
-            gelu: config.gelu,
+            activation: config.activation,
+            bias: config.add_bias_linear,
             init_std: config.init_method_std,
             output_init_std: config.output_init_std(),
         }
@@ -39,34 +74,37 @@ impl MlpConfig {
     pub fn init(&self, builder: &ParallelBuilder) -> Mlp {
         let (h, ffn) = (self.hidden_size, self.ffn_hidden_size);
         Mlp {
-            linear_fc1: ColumnParallelLinearConfig::new(h, ffn)
+            linear_fc1: ColumnParallelLinearConfig::new(h, self.activation.inputs() * ffn)
+                .with_output_blocks(self.activation.inputs())
+                .with_bias(self.bias)
                 .with_init_std(self.init_std)
                 .init(builder),
             linear_fc2: RowParallelLinearConfig::new(ffn, h)
+                .with_bias(self.bias)
                 .with_init_std(self.output_init_std)
                 .init(builder),
-            gelu: self.gelu,
+            activation: self.activation,
         }
     }
 }
 
-/// `fc2(gelu(fc1(x)))`: split by columns, then by rows, so that one all-reduce serves both.
+/// `fc2(activation(fc1(x)))`: split by columns, then by rows, so that one all-reduce serves both.
 /// Megatron's `transformer/mlp.py`; Shoeybi et al. 2019, figure 3a.
 #[derive(Module, Debug)]
 pub struct Mlp {
-    /// `h -> ffn/t`
+    /// `h -> ffn/t`, or twice that for a gated activation
     pub linear_fc1: ColumnParallelLinear,
     /// `ffn/t -> h`
     pub linear_fc2: RowParallelLinear,
     #[module(skip)]
-    gelu: GeluApproximation,
+    activation: Activation,
 }
 
 impl Mlp {
     /// `[s, b, h] -> [s, b, h]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let (inner, _) = self.linear_fc1.forward(x);
-        self.linear_fc2.forward(gelu(inner, self.gelu)).0
+        self.linear_fc2.forward(self.activation.forward(inner)).0
     }
 }
 

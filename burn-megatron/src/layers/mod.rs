@@ -1,7 +1,7 @@
 //! Parallel layers, and the transformer block built from them.
 //!
-//! Shapes throughout: `s` sequence, `b` microbatch, `h` hidden, `a` attention heads, `d = h/a` head
-//! width, `v` vocabulary, `t` the size of the tensor-parallel group. Activations are `[s, b, h]`.
+//! Shapes throughout: `s` sequence, `b` microbatch, `h` hidden, `a` attention heads, `g` query groups,
+//! `d` head width, `v` vocabulary, `t` the size of the tensor-parallel group. Activations are `[s, b, h]`.
 
 mod attention;
 mod block;
@@ -9,6 +9,7 @@ mod column_parallel;
 mod embedding;
 mod mlp;
 mod norm;
+mod rotary;
 mod row_parallel;
 
 pub use attention::{SelfAttention, SelfAttentionConfig};
@@ -18,8 +19,11 @@ pub use embedding::{
     PositionEmbedding, PositionEmbeddingConfig, VocabParallelEmbedding,
     VocabParallelEmbeddingConfig,
 };
-pub use mlp::{Mlp, MlpConfig};
-pub use norm::{LayerNorm, LayerNormConfig};
+pub use mlp::{Activation, Mlp, MlpConfig};
+pub use norm::{
+    LayerNorm, LayerNormConfig, Norm, NormConfig, Normalization, RmsNorm, RmsNormConfig,
+};
+pub use rotary::{RotaryConfig, RotaryEmbedding};
 pub use row_parallel::{RowParallelLinear, RowParallelLinearConfig};
 
 use burn::tensor::Tensor;

@@ -1,14 +1,16 @@
 //! GPT: embeddings, a stack of transformer layers, and an output layer over the vocabulary.
 
 use super::{Stage, StageInput};
+use crate::Violation;
 use crate::autograd::{
     GeluApproximation, VocabShard, copy_to_tensor_parallel_region,
     gather_from_tensor_parallel_region, linear, vocab_parallel_cross_entropy,
 };
 use crate::layers::{
-    ColumnParallelLinear, ColumnParallelLinearConfig, LayerNorm, LayerSpec, Mlp, PositionEmbedding,
-    PositionEmbeddingConfig, SelfAttention, Sublayer, TransformerBlock, TransformerConfig,
-    VocabParallelEmbedding, VocabParallelEmbeddingConfig,
+    Activation, ColumnParallelLinear, ColumnParallelLinearConfig, LayerSpec, Mlp, Norm,
+    Normalization, PositionEmbedding, PositionEmbeddingConfig, RotaryConfig, SelfAttention,
+    Sublayer, TransformerBlock, TransformerConfig, VocabParallelEmbedding,
+    VocabParallelEmbeddingConfig,
 };
 use crate::shard::ParallelBuilder;
 use crate::topology::StageLayers;
@@ -16,7 +18,20 @@ use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 use serde::{Deserialize, Serialize};
 
-/// The shape of a GPT, under the names of Megatron's flags. What depends on the data or the layout
+/// How a model knows the order of its tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PositionEmbeddingType {
+    /// A learned table, added to the word embeddings.
+    #[default]
+    LearnedAbsolute,
+    /// Queries and keys turned by angles that grow with the position.
+    Rope,
+    /// Not at all, but for the causal mask.
+    None,
+}
+
+/// The shape of a GPT, or of a Llama, under the names of Megatron's flags. What depends on the data or the layout
 /// (vocabulary, default positions) joins it in [`GptModelConfig`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -24,8 +39,30 @@ pub struct GptConfig {
     pub num_layers: usize,
     pub hidden_size: usize,
     pub num_attention_heads: usize,
-    /// Inner width of the MLP; 4 × hidden where not given.
+    /// Heads of keys and values; as many as attention heads where not given.
+    pub num_query_groups: Option<usize>,
+    /// Width of a head; hidden / heads where not given.
+    pub kv_channels: Option<usize>,
+    /// Inner width of the MLP; where not given 4 × hidden, and for SwiGLU two thirds of that, down to a
+    /// multiple of 64.
     pub ffn_hidden_size: Option<usize>,
+    pub normalization: Normalization,
+    pub position_embedding_type: PositionEmbeddingType,
+    /// Base of the rotary frequencies.
+    pub rotary_base: f64,
+    /// Part of each head's features that turn.
+    pub rotary_percent: f64,
+    /// Stretch the low rotary frequencies, as Llama 3 does for long contexts.
+    pub use_rope_scaling: bool,
+    pub rope_scaling_factor: f64,
+    /// Gate the MLP by SiLU instead of applying GELU.
+    pub swiglu: bool,
+    /// Square the MLP's ReLU instead of applying GELU.
+    pub squared_relu: bool,
+    /// Linear layers without biases.
+    pub disable_bias_linear: bool,
+    /// Normalise each head's queries and keys.
+    pub qk_layernorm: bool,
     /// Rows of the position table; the sequence length where not given.
     pub max_position_embeddings: Option<usize>,
     pub layernorm_epsilon: f64,
@@ -46,7 +83,19 @@ impl Default for GptConfig {
             num_layers: 4,
             hidden_size: 128,
             num_attention_heads: 4,
+            num_query_groups: None,
+            kv_channels: None,
             ffn_hidden_size: None,
+            normalization: Normalization::LayerNorm,
+            position_embedding_type: PositionEmbeddingType::LearnedAbsolute,
+            rotary_base: 10_000.0,
+            rotary_percent: 1.0,
+            use_rope_scaling: false,
+            rope_scaling_factor: 8.0,
+            swiglu: false,
+            squared_relu: false,
+            disable_bias_linear: false,
+            qk_layernorm: false,
             max_position_embeddings: None,
             layernorm_epsilon: 1e-5,
             init_method_std: crate::layers::DEFAULT_INIT_STD,
@@ -58,9 +107,93 @@ impl Default for GptConfig {
 }
 
 impl GptConfig {
+    /// Llama's choices, at the default size: RMSNorm, rotary positions, SwiGLU, no biases, an output
+    /// layer of its own.
+    pub fn llama() -> Self {
+        GptConfig {
+            normalization: Normalization::RmsNorm,
+            position_embedding_type: PositionEmbeddingType::Rope,
+            swiglu: true,
+            disable_bias_linear: true,
+            untie_embeddings_and_output_weights: true,
+            ..GptConfig::default()
+        }
+    }
+
     /// Inner width of the MLP.
     pub fn ffn_hidden_size(&self) -> usize {
-        self.ffn_hidden_size.unwrap_or(4 * self.hidden_size)
+        self.ffn_hidden_size.unwrap_or(match self.swiglu {
+            true => (8 * self.hidden_size / 3 / 64 * 64).max(64),
+            false => 4 * self.hidden_size,
+        })
+    }
+
+    /// Heads of keys and values.
+    pub fn num_query_groups(&self) -> usize {
+        self.num_query_groups.unwrap_or(self.num_attention_heads)
+    }
+
+    /// Width of a head.
+    pub fn kv_channels(&self) -> usize {
+        let shared = self.hidden_size.checked_div(self.num_attention_heads);
+        self.kv_channels.unwrap_or(shared.unwrap_or_default())
+    }
+
+    fn rotary(&self) -> Option<RotaryConfig> {
+        (self.position_embedding_type == PositionEmbeddingType::Rope).then_some(RotaryConfig {
+            rotary_base: self.rotary_base,
+            rotary_percent: self.rotary_percent,
+            rope_scaling_factor: self.use_rope_scaling.then_some(self.rope_scaling_factor),
+        })
+    }
+
+    fn activation(&self) -> Activation {
+        match (self.swiglu, self.squared_relu, self.bias_gelu_fusion) {
+            (true, ..) => Activation::SwiGlu,
+            (_, true, _) => Activation::SquaredRelu,
+            (_, _, true) => Activation::Gelu(GeluApproximation::Tanh),
+            (_, _, false) => Activation::Gelu(GeluApproximation::Erf),
+        }
+    }
+
+    /// What no model can be.
+    pub(crate) fn violations(&self) -> Vec<Violation> {
+        let mut violations = Vec::new();
+        if self.swiglu && self.squared_relu {
+            let rule = "swiglu and squared_relu are two activations; give one";
+            violations.push(Violation::new(rule, ["swiglu", "squared_relu"]));
+        }
+        if self.kv_channels == Some(0) {
+            violations.push(Violation::new("kv_channels must be at least 1", ["64"]));
+        }
+        let Some(rotary) = self.rotary() else {
+            if self.use_rope_scaling {
+                let rule = "use_rope_scaling needs position_embedding_type rope";
+                violations.push(Violation::new(rule, ["rope"]));
+            }
+            return violations;
+        };
+        let (percent, d) = (self.rotary_percent, self.kv_channels());
+        if !(percent > 0.0 && percent <= 1.0) {
+            let rule = format!("rotary_percent is {percent}, but must be above 0 and at most 1");
+            violations.push(Violation::new(rule, ["1"]));
+        } else if rotary.rotary_dim(d) < 2 || !rotary.rotary_dim(d).is_multiple_of(2) {
+            let rule = format!(
+                "rotary_percent {percent} of kv_channels {d} is {} features, but they turn in pairs",
+                rotary.rotary_dim(d)
+            );
+            violations.push(Violation::new(rule, [format!("{}", d / 2 * 2)]));
+        }
+        for (name, value) in [
+            ("rotary_base", self.rotary_base),
+            ("rope_scaling_factor", self.rope_scaling_factor),
+        ] {
+            if !(value >= 1.0 && value.is_finite()) {
+                let rule = format!("{name} is {value}, but must be at least 1");
+                violations.push(Violation::new(rule, ["1"]));
+            }
+        }
+        violations
     }
 
     /// What the layers have in common.
@@ -69,13 +202,16 @@ impl GptConfig {
             num_layers: self.num_layers,
             hidden_size: self.hidden_size,
             num_attention_heads: self.num_attention_heads,
+            num_query_groups: self.num_query_groups(),
+            kv_channels: self.kv_channels(),
             ffn_hidden_size: self.ffn_hidden_size(),
+            normalization: self.normalization,
             layernorm_epsilon: self.layernorm_epsilon,
             init_method_std: self.init_method_std,
-            gelu: match self.bias_gelu_fusion {
-                true => GeluApproximation::Tanh,
-                false => GeluApproximation::Erf,
-            },
+            activation: self.activation(),
+            add_bias_linear: !self.disable_bias_linear,
+            rotary: self.rotary(),
+            qk_layernorm: self.qk_layernorm,
         }
     }
 }
@@ -89,6 +225,7 @@ pub struct GptModelConfig {
     /// With padding; a multiple of tp.
     pub padded_vocab_size: usize,
     pub max_position_embeddings: usize,
+    pub position_embedding_type: PositionEmbeddingType,
     pub untie_embeddings_and_output_weights: bool,
 }
 
@@ -118,7 +255,8 @@ impl GptModelConfig {
             PositionEmbeddingConfig::new(self.max_position_embeddings, h).with_init_std(init_std);
         let embedding = || GptEmbedding {
             word_embeddings: words.init(builder),
-            position_embeddings: stage.is_first().then(|| positions.init(builder)),
+            position_embeddings: (stage.is_first() && self.learns_positions())
+                .then(|| positions.init(builder)),
         };
         let output_layer = || {
             ColumnParallelLinearConfig::new(h, self.padded_vocab_size)
@@ -142,26 +280,37 @@ impl GptModelConfig {
         self.stage_parameters(&StageLayers::whole(self.transformer.num_layers), 1)
     }
 
+    fn learns_positions(&self) -> bool {
+        self.position_embedding_type == PositionEmbeddingType::LearnedAbsolute
+    }
+
     /// Parameters of one pipeline stage on one of `tp` ranks. Replicated on all of these: norms,
     /// positions, and the biases of the row-parallel layers.
     pub fn stage_parameters(&self, stage: &StageLayers, tp: usize) -> usize {
-        let TransformerConfig {
-            hidden_size: h,
-            ffn_hidden_size: ffn,
-            ..
-        } = self.transformer;
+        let config = &self.transformer;
+        let (h, d) = (config.hidden_size, config.kv_channels);
         let layers = stage.layers.len();
         let (first, last) = (usize::from(stage.is_first()), usize::from(stage.is_last()));
+        let bias = usize::from(config.add_bias_linear);
         let tables = match self.untie_embeddings_and_output_weights {
             true => first + last,
             false => first.max(last),
         };
-        // Weights and biases of QKV, the attention's output, and both layers of the MLP.
-        let split_per_layer = (3 * h * h + 3 * h) + h * h + (h * ffn + ffn) + ffn * h;
+        let qkv = (config.num_attention_heads + 2 * config.num_query_groups) * d;
+        let fc1 = config.activation.inputs() * config.ffn_hidden_size;
+        // Weights and biases of QKV and fc1; weights of the attention's output and of fc2.
+        let split_per_layer = (h + bias) * (qkv + fc1)
+            + h * (config.num_attention_heads * d + config.ffn_hidden_size);
         let split = tables * self.padded_vocab_size * h + layers * split_per_layer;
-        // Two norms and two biases a layer; positions; the final norm.
-        let replicated =
-            layers * (2 * 2 * h + 2 * h) + first * self.max_position_embeddings * h + last * 2 * h;
+        let norm = match config.normalization {
+            Normalization::LayerNorm => 2,
+            Normalization::RmsNorm => 1,
+        };
+        // Two norms and two biases a layer, and those of its heads; positions; the final norm.
+        let heads = usize::from(config.qk_layernorm) * 2 * norm * d;
+        let replicated_per_layer = 2 * norm * h + 2 * bias * h + heads;
+        let positions = usize::from(self.learns_positions()) * self.max_position_embeddings * h;
+        let replicated = layers * replicated_per_layer + first * positions + last * norm * h;
         split / tp + replicated
     }
 }
@@ -193,7 +342,7 @@ impl GptEmbedding {
 /// A rank's part of one pipeline stage of a GPT. The module tree's paths are Megatron-Core's parameter
 /// names, numbered over the whole model.
 #[derive(Module, Debug)]
-pub struct GptModel<N: Module = LayerNorm, A: Module = SelfAttention, M: Module = Mlp> {
+pub struct GptModel<N: Module = Norm, A: Module = SelfAttention, M: Module = Mlp> {
     /// On the first stage, and where the output layer is tied to it on the last.
     pub embedding: Option<GptEmbedding>,
     pub decoder: TransformerBlock<N, A, M>,
@@ -281,6 +430,7 @@ mod tests {
                 vocab_size: 50257,
                 padded_vocab_size: 50304,
                 max_position_embeddings: positions,
+                position_embedding_type: config.position_embedding_type,
                 untie_embeddings_and_output_weights: false,
             };
             model.num_parameters()
@@ -288,5 +438,23 @@ mod tests {
         // GPT-345M and GPT-1.3B, as Megatron-LM counts them.
         assert_eq!(parameters(24, 1024, 1024), 354_871_296);
         assert_eq!(parameters(24, 2048, 2048), 1_315_819_520);
+        // Llama 3 8B.
+        let config = GptConfig {
+            num_layers: 32,
+            hidden_size: 4096,
+            num_attention_heads: 32,
+            num_query_groups: Some(8),
+            ffn_hidden_size: Some(14336),
+            ..GptConfig::llama()
+        };
+        let model = GptModelConfig {
+            transformer: config.transformer(),
+            vocab_size: 128_256,
+            padded_vocab_size: 128_256,
+            max_position_embeddings: 8192,
+            position_embedding_type: config.position_embedding_type,
+            untie_embeddings_and_output_weights: true,
+        };
+        assert_eq!(model.num_parameters(), 8_030_261_248);
     }
 }

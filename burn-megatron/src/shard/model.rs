@@ -199,6 +199,12 @@ fn fingerprint(values: &[f32]) -> u64 {
     })
 }
 
+/// Whether Burn enters the variant of an enum, such as [`Norm`](crate::layers::Norm): which module was
+/// chosen is no part of a parameter's name.
+fn is_choice(container: &str) -> bool {
+    container.starts_with("Enum:")
+}
+
 struct CollectParams<'a> {
     builder: &'a ParallelBuilder,
     path: Vec<String>,
@@ -207,12 +213,16 @@ struct CollectParams<'a> {
 }
 
 impl ModuleVisitor for CollectParams<'_> {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_string());
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if !is_choice(container) {
+            self.path.push(name.to_string());
+        }
     }
 
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
+    fn exit_module(&mut self, _name: &str, container: &str) {
+        if !is_choice(container) {
+            self.path.pop();
+        }
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {

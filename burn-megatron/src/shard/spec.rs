@@ -8,11 +8,13 @@ use std::ops::Range;
 pub enum Sharding {
     /// Every rank of the tensor-parallel group holds the whole, always with the same values.
     Replicated,
-    /// Rank `index` of `parts` holds the `index`-th of `parts` equal parts along `dim`.
+    /// Along `dim` stand `blocks` equal blocks (1, or more where several matrices are one parameter);
+    /// rank `index` of `parts` holds the `index`-th of `parts` equal parts of each.
     Split {
         dim: usize,
         index: usize,
         parts: usize,
+        blocks: usize,
     },
 }
 
@@ -42,6 +44,9 @@ pub struct ParamSpec {
     /// The first and the last pipeline stage each hold a copy, under one name: a table that serves
     /// as embedding there and as output layer here. Their gradients are summed, and it counts once.
     pub tied_over_stages: bool,
+    /// Each rank of the tensor-parallel group computes a part of the gradient of this replicated
+    /// parameter, from its heads or its positions alone: the gradient is their sum.
+    pub partial_gradient: bool,
 }
 
 impl ParamSpec {
@@ -53,6 +58,7 @@ impl ParamSpec {
             init,
             unpadded_rows: None,
             tied_over_stages: false,
+            partial_gradient: false,
         }
     }
 
@@ -67,7 +73,12 @@ impl ParamSpec {
         ParamSpec {
             sharding: match parts {
                 1 => Sharding::Replicated,
-                _ => Sharding::Split { dim, index, parts },
+                _ => Sharding::Split {
+                    dim,
+                    index,
+                    parts,
+                    blocks: 1,
+                },
             },
             ..ParamSpec::replicated(full_shape, init)
         }
@@ -81,10 +92,27 @@ impl ParamSpec {
         }
     }
 
+    /// Splits each of `blocks` equal blocks along the dimension by itself, such as the gate and what it
+    /// gates in one matrix.
+    pub fn with_blocks(mut self, count: usize) -> Self {
+        if let Sharding::Split { blocks, .. } = &mut self.sharding {
+            *blocks = count;
+        }
+        self
+    }
+
     /// Declares that the first and the last pipeline stage each hold a copy.
     pub fn tied_over_stages(self) -> Self {
         ParamSpec {
             tied_over_stages: true,
+            ..self
+        }
+    }
+
+    /// Declares that each rank of the tensor-parallel group computes a part of the gradient.
+    pub fn with_partial_gradient(self, partial_gradient: bool) -> Self {
+        ParamSpec {
+            partial_gradient,
             ..self
         }
     }
@@ -95,11 +123,14 @@ impl ParamSpec {
     /// If the parameter does not divide into equal parts; layouts are validated before.
     pub fn local_shape(&self) -> Vec<usize> {
         let mut shape = self.full_shape.clone();
-        if let Sharding::Split { dim, parts, .. } = self.sharding {
+        if let Sharding::Split {
+            dim, parts, blocks, ..
+        } = self.sharding
+        {
             assert_eq!(
-                shape[dim] % parts,
+                shape[dim] % (blocks * parts),
                 0,
-                "dimension {dim} of {shape:?} in {parts} parts"
+                "dimension {dim} of {shape:?} in {blocks} blocks of {parts} parts"
             );
             shape[dim] /= parts;
         }
@@ -122,12 +153,17 @@ impl ParamSpec {
 
     /// This rank's part as runs of consecutive elements of the whole (row major), in order.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (dim, index, parts) = match self.sharding {
-            Sharding::Replicated => (0, 0, 1),
-            Sharding::Split { dim, index, parts } => (dim, index, parts),
+        let (dim, index, parts, blocks) = match self.sharding {
+            Sharding::Replicated => (0, 0, 1, 1),
+            Sharding::Split {
+                dim,
+                index,
+                parts,
+                blocks,
+            } => (dim, index, parts, blocks),
         };
-        let outer: usize = self.full_shape[..dim].iter().product();
-        let stride: usize = self.full_shape[dim..].iter().product();
+        let outer = blocks * self.full_shape[..dim].iter().product::<usize>();
+        let stride = self.full_shape[dim..].iter().product::<usize>() / blocks;
         let len = stride / parts;
         (0..outer).map(move |o| o * stride + index * len..o * stride + (index + 1) * len)
     }
@@ -160,6 +196,7 @@ mod tests {
             let mut seen = [0; 4 * 2 * 6];
             for index in 0..2 {
                 let spec = ParamSpec::split([4, 2, 6], dim, (index, 2), Init::Zeros);
+                let spec = spec.with_blocks(if dim == 0 { 2 } else { 1 });
                 let part: Vec<usize> = spec.runs().flatten().collect();
                 assert_eq!(part.len(), spec.local_shape().iter().product::<usize>());
                 part.into_iter().for_each(|i| seen[i] += 1);

@@ -185,7 +185,10 @@ fn receive_stage(path: &Path, stage: usize, pp: &dyn Communicator) -> Result<Vec
 /// The bytes (little endian f32) of the whole parameter.
 fn gather(param: &ParamRecord, part: &[f32], tp: &dyn Communicator) -> Result<Vec<u8>> {
     let mut values = vec![0f32; param.spec.full_elements()];
-    if let super::Sharding::Split { dim, parts, .. } = param.spec.sharding {
+    if let super::Sharding::Split {
+        dim, parts, blocks, ..
+    } = param.spec.sharding
+    {
         let mut all = vec![0f32; part.len() * parts];
         tp.all_gather(
             bytemuck::cast_slice(part),
@@ -193,7 +196,12 @@ fn gather(param: &ParamRecord, part: &[f32], tp: &dyn Communicator) -> Result<Ve
         )?;
         for (index, mut theirs) in all.chunks(part.len()).enumerate() {
             let mut spec = param.spec.clone();
-            spec.sharding = super::Sharding::Split { dim, index, parts };
+            spec.sharding = super::Sharding::Split {
+                dim,
+                index,
+                parts,
+                blocks,
+            };
             for run in spec.runs() {
                 let (now, later) = theirs.split_at(run.len());
                 values[run].copy_from_slice(now);

@@ -73,6 +73,8 @@ pub struct ModelShape {
     pub num_attention_heads: usize,
     /// Heads of keys and values; equal to `num_attention_heads` without grouped queries.
     pub num_query_groups: usize,
+    /// Width of a head, where it is not `hidden_size` over the heads.
+    pub kv_channels: Option<usize>,
     /// Tokens of a training sample.
     pub seq_length: usize,
     pub max_position_embeddings: usize,

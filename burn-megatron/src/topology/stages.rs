@@ -312,6 +312,7 @@ mod tests {
         hidden_size: 8,
         num_attention_heads: 1,
         num_query_groups: 1,
+        kv_channels: None,
         seq_length: 8,
         max_position_embeddings: 8,
         ffn_hidden_size: 8,

@@ -192,7 +192,7 @@ fn out_of_range(
 fn model_rules(model: &ModelShape) -> Vec<Violation> {
     let mut violations = Vec::new();
     let (heads, groups) = (model.num_attention_heads, model.num_query_groups);
-    if !divides(heads, model.hidden_size) {
+    if model.kv_channels.is_none() && !divides(heads, model.hidden_size) {
         violations.push(Violation {
             rule: format!(
                 "hidden_size {} must be a multiple of num_attention_heads {heads}",
@@ -287,6 +287,7 @@ mod tests {
             hidden_size: 96,
             num_attention_heads: 12,
             num_query_groups: 6,
+            kv_channels: None,
             seq_length: 32,
             max_position_embeddings: 32,
             ffn_hidden_size: 384,
@@ -455,6 +456,7 @@ mod tests {
                 hidden_size: sizes[1],
                 num_attention_heads: sizes[2],
                 num_query_groups: sizes[3],
+                kv_channels: None,
                 seq_length: sizes[4],
                 max_position_embeddings: sizes[5],
                 ffn_hidden_size: sizes[6],

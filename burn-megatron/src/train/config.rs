@@ -62,6 +62,7 @@ impl TrainConfig {
                 nearest: vec!["1".into()],
             });
         }
+        violations.extend(self.model.violations());
         violations.extend(optimizer_violations(&self.optimizer));
         let layout = violations_of(self.layout(), &mut violations)?;
         let schedule = LrSchedule::new(
@@ -86,7 +87,8 @@ impl TrainConfig {
             num_layers: model.num_layers,
             hidden_size: model.hidden_size,
             num_attention_heads: model.num_attention_heads,
-            num_query_groups: model.num_attention_heads,
+            num_query_groups: model.num_query_groups(),
+            kv_channels: model.kv_channels,
             seq_length: self.batch.seq_length,
             max_position_embeddings: self.max_position_embeddings(),
             ffn_hidden_size: model.ffn_hidden_size(),
@@ -195,6 +197,7 @@ impl ResolvedConfig {
             vocab_size: self.config.vocab_size,
             padded_vocab_size: self.layout.padded_vocab_size,
             max_position_embeddings: self.config.max_position_embeddings(),
+            position_embedding_type: self.config.model.position_embedding_type,
             untie_embeddings_and_output_weights: self
                 .config
                 .model

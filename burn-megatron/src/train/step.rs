@@ -149,6 +149,7 @@ impl<M: Stage> Trainer<M> {
         let (params, bucket) = (self.model.params(), grads::DEFAULT_BUCKET_ELEMENTS);
         grads::all_reduce_buckets(&mut self.gradients, &*groups.dp.comm, bucket)?;
         grads::all_reduce_tied(&mut self.gradients, params, &*groups.embedding.comm)?;
+        grads::all_reduce_partial(&mut self.gradients, params, &*groups.tp.comm)?;
         let average = match self.config.calculate_per_token_loss {
             true => 1.0 / loss.tokens.max(1.0),
             false => 1.0 / groups.dp.comm.size() as f64,
