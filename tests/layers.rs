@@ -1,9 +1,10 @@
 //! Every parallel layer against its dense counterpart, output and gradients, at tp = 1, 2 and 4.
 
 use burn::module::Module;
-use burn::nn::LayerNormConfig as DenseLayerNormConfig;
+use burn::nn::{LayerNormConfig as DenseLayerNormConfig, RmsNormConfig as DenseRmsNormConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_megatron::autograd::{GeluApproximation, gelu};
+use burn_megatron::autograd::{GeluApproximation, RotaryTable, gelu, rotary_embedding, swiglu};
+use burn_megatron::grads;
 use burn_megatron::layers::*;
 use burn_megatron::shard::{ParallelBuilder, ParamRecord, ShardedModel};
 use megatron_tests::{arbitrary, assert_close, host, on_tp_ranks};
@@ -32,6 +33,8 @@ fn run<M: Module + Sync>(
         let gradients = weighted.sum().backward();
         let mut flat = vec![0.0; model.num_elements()];
         model.add_gradients(0, &gradients, &mut flat);
+        let tp = &*rank.groups.tp.comm;
+        grads::all_reduce_partial(&mut flat, model.params(), tp).expect("all ranks sum");
         let dx = x.grad(&gradients).expect("the input's gradient");
         (host(y.inner()), host(dx), model.params().to_vec(), flat)
     });
@@ -158,25 +161,54 @@ fn transformer() -> TransformerConfig {
     }
 }
 
+/// Llama's choices, and what few models have: normalised queries and keys, half of each head turned.
+fn llama() -> TransformerConfig {
+    TransformerConfig {
+        activation: Activation::SwiGlu,
+        normalization: Normalization::RmsNorm,
+        add_bias_linear: false,
+        rotary: Some(RotaryConfig {
+            rotary_base: 10_000.0,
+            rotary_percent: 0.5,
+            rope_scaling_factor: None,
+        }),
+        qk_layernorm: true,
+        num_attention_heads: 8,
+        ..transformer()
+    }
+}
+
 #[test]
 fn attention_mlp_and_layer_do_not_depend_on_tp() {
-    let config = transformer();
+    let squared = TransformerConfig {
+        activation: Activation::SquaredRelu,
+        // A bias on keys, as LayerNorm has, moves all scores of a query alike: its true gradient is 0.
+        normalization: Normalization::RmsNorm,
+        qk_layernorm: true,
+        ..transformer()
+    };
+    for config in [transformer(), llama(), squared] {
+        compare_over_tp(&config);
+    }
+}
+
+fn compare_over_tp(config: &TransformerConfig) {
     let spec = LayerSpec::gpt();
     let attention = |tp| {
         run(
             tp,
-            |b| SelfAttentionConfig::from(&config).init(b),
+            |b| SelfAttentionConfig::from(config).init(b),
             |layer, x| layer.forward(x),
         )
     };
     let mlp = |tp| {
         run(
             tp,
-            |b| MlpConfig::from(&config).init(b),
+            |b| MlpConfig::from(config).init(b),
             |layer, x| layer.forward(x),
         )
     };
-    let layer = |tp| run(tp, |b| spec.layer(&config, b), |layer, x| layer.forward(x));
+    let layer = |tp| run(tp, |b| spec.layer(config, b), |layer, x| layer.forward(x));
     for tp in [2, 4] {
         assert_same(
             &attention(tp),
@@ -238,6 +270,66 @@ fn embeddings_look_up_every_token_once() {
             &format!("tp={tp}"),
         );
     }
+}
+
+#[test]
+fn rms_norm_equals_burns() {
+    let ours = run(
+        1,
+        |b| RmsNormConfig::new(16).init(b),
+        |norm, x| norm.forward(x),
+    );
+    let flex = Device::flex();
+    let x = arbitrary([6, 2, 16], 1, &flex).autodiff().require_grad();
+    let dense = DenseRmsNormConfig::new(16)
+        .with_epsilon(1e-5)
+        .init(&flex.clone().autodiff());
+    let y = dense.forward(x.clone());
+    let weighted = y.clone() * arbitrary([6, 2, 16], 2, &flex).autodiff();
+    let gradients = weighted.sum().backward();
+    assert_close(&ours.0, &host(y.inner()), 2e-6, "output");
+    let dx = host(x.grad(&gradients).expect("a gradient"));
+    assert_close(&ours.1, &dx, 2e-6, "input gradient");
+    let weight = host(dense.gamma.grad(&gradients).expect("a gradient"));
+    assert_close(&ours.2["weight"], &weight, 2e-6, "weight gradient");
+}
+
+#[test]
+fn swiglu_and_rotary_equal_their_formulas() {
+    let flex = Device::flex();
+    let input = || arbitrary([3, 5, 8], 1, &flex).autodiff().require_grad();
+    let compare = |what: &str, ours: Tensor<3>, x: &Tensor<3>, plain: Tensor<3>, y: &Tensor<3>| {
+        let weights = arbitrary(ours.dims(), 2, &flex).autodiff();
+        let got = (ours.clone() * weights.clone()).sum().backward();
+        let want = (plain.clone() * weights).sum().backward();
+        assert_close(&host(ours.inner()), &host(plain.inner()), 1e-6, what);
+        let (got, want) = (x.grad(&got), y.grad(&want));
+        let [got, want] = [got, want].map(|g| host(g.expect("a gradient")));
+        assert_close(&got, &want, 1e-6, &format!("{what}: gradient"));
+    };
+    let part = |x: &Tensor<3>, from: usize, to: usize| x.clone().slice([0..3, 0..5, from..to]);
+
+    let (x, y) = (input(), input());
+    let (gate, up) = (part(&y, 0, 4), part(&y, 4, 8));
+    let plain = burn::tensor::activation::silu(gate) * up;
+    compare("swiglu", swiglu(x.clone()), &x, plain, &y);
+
+    // Two pairs of six features turn, by 1 and by 0.1 radians a position.
+    let frequencies = [1.0, 0.1];
+    let (x, y) = (input(), input());
+    let ours = rotary_embedding(x.clone(), &RotaryTable::new(&frequencies, 5));
+    let angles: Vec<f32> = (0..5)
+        .flat_map(|p| frequencies.map(|f| p as f32 * f))
+        .collect();
+    let angles = Tensor::<3>::from_data(TensorData::new(angles, [1, 5, 2]), &flex).autodiff();
+    let (first, second) = (part(&y, 0, 2), part(&y, 2, 4));
+    let (cos, sin) = (angles.clone().cos(), angles.sin());
+    let turned = [
+        first.clone() * cos.clone() - second.clone() * sin.clone(),
+        second * cos + first * sin,
+        part(&y, 4, 8),
+    ];
+    compare("rotary", ours, &x, Tensor::cat(turned.to_vec(), 2), &y);
 }
 
 #[test]
