@@ -90,6 +90,29 @@ fn llama_trains_as_megatron_does_at_every_layout() {
 }
 
 #[test]
+fn sequence_parallelism_trains_as_megatron_does() {
+    for (llama, tp, pp, v, dp) in [
+        (false, 2, 1, 1, 1),
+        (false, 4, 1, 1, 1),
+        (false, 2, 2, 1, 1),
+        (false, 2, 2, 2, 1),
+        (false, 2, 1, 1, 2),
+        (true, 2, 1, 1, 1),
+        (true, 2, 2, 1, 1),
+        (true, 2, 2, 2, 1),
+        (true, 2, 1, 1, 2),
+    ] {
+        let run = Run {
+            llama,
+            sequence_parallel: true,
+            ..Run::at(tp, dp).with_pipeline(pp, v)
+        };
+        let model = if llama { "llama" } else { "gpt" };
+        assert_run(run, &json(&format!("{model}_trajectory.json")));
+    }
+}
+
+#[test]
 fn other_schedules_and_uneven_stages_train_alike() {
     let want = json("gpt_trajectory.json");
     let pipeline = Run::at(1, 1).with_pipeline(2, 1);

@@ -6,6 +6,7 @@ use burn_megatron::comm::counted::Collective;
 use burn_megatron::launch::ProcessGroup;
 use burn_megatron::prelude::*;
 use burn_megatron::topology::Axis;
+use burn_megatron::train::StepVolume;
 use megatron_tests::{Run, fixture, on_tp_ranks, tensors};
 use std::time::{Duration, Instant};
 
@@ -170,19 +171,25 @@ fn a_replicated_parameter_that_differs_between_ranks_is_refused() {
 
 #[test]
 fn a_step_communicates_exactly_what_was_predicted() {
-    for (tp, pp, v, dp) in [
-        (1, 1, 1, 1),
-        (2, 1, 1, 1),
-        (4, 1, 1, 1),
-        (1, 1, 1, 4),
-        (2, 1, 1, 2),
-        (1, 2, 1, 1),
-        (1, 2, 2, 1),
-        (1, 4, 1, 2),
-        (2, 2, 1, 2),
-        (2, 2, 2, 1),
+    for (tp, pp, v, dp, sequence_parallel) in [
+        (1, 1, 1, 1, false),
+        (2, 1, 1, 1, false),
+        (4, 1, 1, 1, false),
+        (1, 1, 1, 4, false),
+        (2, 1, 1, 2, false),
+        (1, 2, 1, 1, false),
+        (1, 2, 2, 1, false),
+        (1, 4, 1, 2, false),
+        (2, 2, 1, 2, false),
+        (2, 2, 2, 1, false),
+        (2, 1, 1, 2, true),
+        (4, 1, 1, 1, true),
+        (2, 4, 1, 1, true),
     ] {
-        let run = Run::at(tp, dp).with_pipeline(pp, v);
+        let run = Run {
+            sequence_parallel,
+            ..Run::at(tp, dp).with_pipeline(pp, v)
+        };
         let config = run.config();
         let (steps, ends) = run
             .train(|rank, trainer| {
@@ -194,21 +201,34 @@ fn a_step_communicates_exactly_what_was_predicted() {
                 let got = [
                     spent(&groups.tp, Collective::AllReduce),
                     spent(&groups.tp, Collective::Broadcast),
+                    spent(&groups.tp, Collective::ReduceScatter),
                     spent(&groups.dp, Collective::AllReduce),
                     spent(&groups.pp, Collective::Send),
                     spent(&groups.embedding, Collective::AllReduce),
                 ];
+                let gathered = spent(&groups.tp, Collective::AllGather);
                 let pp_rank = groups.pp.comm.rank();
                 let elements = trainer.model().num_elements();
                 assert_eq!(elements, config.parameters_per_rank(pp_rank));
-                Ok((pp_rank, got))
+                Ok((pp_rank, got, gathered))
             })
             .expect("run");
         let steps = steps.len() as u64;
-        for (pp_rank, got) in ends {
+        for (pp_rank, got, gathered) in ends {
             let want = config.step_volumes(pp_rank);
-            let want = [want.tp, want.tp_data, want.dp, want.pp, want.embedding];
-            let want = want.map(|volume| (volume.calls * steps, volume.bytes * steps));
+            let over_all_steps = |volume: StepVolume| (volume.calls * steps, volume.bytes * steps);
+            if sequence_parallel {
+                assert_eq!(gathered, over_all_steps(want.tp_gather), "{}", run.layout());
+            }
+            let want = [
+                want.tp,
+                want.tp_data,
+                want.tp_scatter,
+                want.dp,
+                want.pp,
+                want.embedding,
+            ];
+            let want = want.map(over_all_steps);
             assert_eq!(got, want, "{} stage {pp_rank}", run.layout());
         }
     }

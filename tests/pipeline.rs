@@ -299,15 +299,26 @@ fn a_rank_makes_its_own_stages_alone() {
 }
 
 #[test]
-fn evaluation_and_generation_do_not_depend_on_the_pipeline() {
+fn evaluation_and_generation_do_not_depend_on_the_layout() {
     let batches = tensors(fixture("train_tokens.safetensors"));
     let sampling = Sampling {
         temperature: 0.8,
         top_k: 20,
         seed: 3,
     };
-    let results = [(1, 1, 1), (1, 2, 1), (2, 2, 2), (1, 4, 1)].map(|(tp, pp, v)| {
-        let run = Run::at(tp, 1).with_pipeline(pp, v);
+    let layouts = [
+        (1, false, 1, 1),
+        (1, false, 2, 1),
+        (2, false, 2, 2),
+        (1, false, 4, 1),
+        (4, true, 1, 1),
+        (2, true, 2, 2),
+    ];
+    let results = layouts.map(|(tp, sequence_parallel, pp, v)| {
+        let run = Run {
+            sequence_parallel,
+            ..Run::at(tp, 1).with_pipeline(pp, v)
+        };
         let (_, ends) = run
             .train(|rank, trainer| {
                 let share = rank.reads_data().then(|| run.share(&batches, 0, 0));

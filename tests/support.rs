@@ -49,6 +49,7 @@ pub struct Run {
     pub llama: bool,
     pub tp: usize,
     pub pp: usize,
+    pub sequence_parallel: bool,
     /// Stages on each pipeline rank.
     pub virtual_stages: usize,
     pub dp: usize,
@@ -70,6 +71,7 @@ impl Run {
         Run {
             llama: false,
             tp,
+            sequence_parallel: false,
             pp: 1,
             virtual_stages: 1,
             dp,
@@ -96,6 +98,7 @@ impl Run {
     /// Its layout, for messages.
     pub fn layout(&self) -> String {
         let model = if self.llama { "llama " } else { "" };
+        let sp = if self.sequence_parallel { " sp" } else { "" };
         let Run {
             tp,
             pp,
@@ -103,7 +106,7 @@ impl Run {
             dp,
             ..
         } = self;
-        format!("{model}tp={tp} pp={pp} v={v} dp={dp}")
+        format!("{model}tp={tp}{sp} pp={pp} v={v} dp={dp}")
     }
 
     /// A fixture of its model.
@@ -139,6 +142,7 @@ impl Run {
             },
             parallel: ParallelConfig {
                 tensor_model_parallel_size: self.tp,
+                sequence_parallel: self.sequence_parallel,
                 pipeline_model_parallel_size: self.pp,
                 num_virtual_stages_per_pipeline_rank: Some(self.virtual_stages),
                 pipeline_schedule: self.schedule,

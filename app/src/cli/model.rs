@@ -126,6 +126,10 @@ pub struct ParallelArgs {
     /// Ranks that split every layer's weights between them; divides the attention heads [default: 1]
     #[arg(long, value_name = "N")]
     tensor_model_parallel_size: Option<usize>,
+    /// Split norms, residuals and embeddings along the sequence over the tensor-parallel ranks, which
+    /// divide its length: less memory for the same communication
+    #[arg(long)]
+    sequence_parallel: bool,
     /// Ranks that split the layers between them, one stage of the model each; divides the layers
     /// [default: 1]
     #[arg(long, value_name = "N")]
@@ -169,6 +173,7 @@ impl ParallelArgs {
             &mut parallel.tensor_model_parallel_size,
             &self.tensor_model_parallel_size,
         );
+        parallel.sequence_parallel |= self.sequence_parallel;
         set(
             &mut parallel.pipeline_model_parallel_size,
             &self.pipeline_model_parallel_size,

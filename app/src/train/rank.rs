@@ -33,6 +33,10 @@ pub struct RankEnd {
 pub struct Communication {
     /// All-reduces over the tensor-parallel group.
     pub tp: Account,
+    /// All-gathers over the tensor-parallel group.
+    pub tp_gather: Account,
+    /// Reduce-scatters over the tensor-parallel group.
+    pub tp_scatter: Account,
     /// Broadcasts of the data over the tensor-parallel group.
     pub tp_data: Account,
     /// All-reduces over the data-parallel group.
@@ -47,6 +51,8 @@ impl Communication {
     fn so_far(groups: &ProcessGroups) -> Self {
         Communication {
             tp: groups.tp.accounts.of(Collective::AllReduce),
+            tp_gather: groups.tp.accounts.of(Collective::AllGather),
+            tp_scatter: groups.tp.accounts.of(Collective::ReduceScatter),
             tp_data: groups.tp.accounts.of(Collective::Broadcast),
             dp: groups.dp.accounts.of(Collective::AllReduce),
             pp: groups.pp.accounts.of(Collective::Send),
@@ -58,6 +64,8 @@ impl Communication {
     fn add_since(&mut self, before: Communication, groups: &ProcessGroups) {
         let now = Communication::so_far(groups);
         self.tp += now.tp - before.tp;
+        self.tp_gather += now.tp_gather - before.tp_gather;
+        self.tp_scatter += now.tp_scatter - before.tp_scatter;
         self.tp_data += now.tp_data - before.tp_data;
         self.dp += now.dp - before.dp;
         self.pp += now.pp - before.pp;

@@ -64,6 +64,13 @@ fn communication(plan: &Plan, ended: &Ended, steps: u64) -> Vec<String> {
     let spent = ended.communication;
     let kinds = [
         ("tp", "all-reduce", predicted.tp, spent.tp),
+        ("tp", "all-gather", predicted.tp_gather, spent.tp_gather),
+        (
+            "tp",
+            "reduce-scatter",
+            predicted.tp_scatter,
+            spent.tp_scatter,
+        ),
         ("tp", "broadcast", predicted.tp_data, spent.tp_data),
         ("dp", "all-reduce", predicted.dp, spent.dp),
         ("pp", "send", predicted.pp, spent.pp),

@@ -21,13 +21,14 @@ pub use collective::{Collective, CollectivePair};
 pub use cross_entropy::{VocabShard, vocab_parallel_cross_entropy};
 pub use gelu::{GeluApproximation, gelu};
 pub use layer_norm::layer_norm;
-pub use linear::linear;
+pub use linear::{gathered_linear, linear};
 pub use mappings::*;
 pub use rms_norm::rms_norm;
 pub use rotary::{RotaryTable, rotary_embedding};
 pub use seed::{BackwardSeed, GradientSlot};
 pub use swiglu::swiglu;
 
+use crate::comm::CommRef;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, ExecutionError, Flex, TensorMetadata, backend_extension};
@@ -47,6 +48,15 @@ pub trait ParallelOps: Backend {
     /// `x [.., in] · weightᵀ [in, out] -> [.., out]`, the weight stored as `[out, in]`.
     fn linear_transposed(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
         linear::forward::<Self>(x, weight).0
+    }
+
+    /// The same for an input of which each rank of `tp` has a part of the sequence.
+    fn gathered_linear(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        tp: CommRef,
+    ) -> FloatTensor<Self> {
+        linear::gathered_forward::<Self>(x, weight, &tp)
     }
 
     /// GELU in the given approximation.
@@ -118,6 +128,14 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
 
     fn linear_transposed(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
         linear::autodiff::<B, C>(x, weight)
+    }
+
+    fn gathered_linear(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        tp: CommRef,
+    ) -> FloatTensor<Self> {
+        linear::gathered_autodiff::<B, C>(x, weight, tp)
     }
 
     fn gelu_with(x: FloatTensor<Self>, approximation: GeluApproximation) -> FloatTensor<Self> {

@@ -109,10 +109,10 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// `[s, b, h] -> [s, b, h]`
+    /// `[s, b, h] -> [s, b, h]`, with `s/t` for `s` under sequence parallelism
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let [s, b, _] = x.dims();
         let (qkv, _) = self.linear_qkv.forward(x);
+        let [s, b, _] = qkv.dims();
         let (groups, r, d) = (
             b * self.local_groups,
             self.queries_per_group,

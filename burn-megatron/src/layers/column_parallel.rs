@@ -1,7 +1,9 @@
 //! A linear layer split by output features.
 
 use super::{DEFAULT_INIT_STD, add_bias};
-use crate::autograd::{copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, linear};
+use crate::autograd::{
+    copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, gathered_linear, linear,
+};
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder};
 use burn::config::Config;
@@ -52,6 +54,7 @@ impl ColumnParallelLinearConfig {
             bias: self.bias.then(bias),
             gather_output: self.gather_output,
             skip_bias_add: self.skip_bias_add,
+            sequence_parallel: builder.sequence_parallel(),
             tp: builder.tp().clone(),
         }
     }
@@ -70,6 +73,8 @@ pub struct ColumnParallelLinear {
     #[module(skip)]
     skip_bias_add: bool,
     #[module(skip)]
+    sequence_parallel: bool,
+    #[module(skip)]
     tp: CommRef,
 }
 
@@ -77,12 +82,16 @@ impl ColumnParallelLinear {
     /// Returns the output, and the bias if it was not added (`skip_bias_add`).
     ///
     /// # Shapes
-    /// - input: `[.., input]`, the same on every rank
+    /// - input: `[.., input]`, the same on every rank; `[s/t, .., input]` under sequence parallelism,
+    ///   for outputs `[s, ..]`
     /// - output: `[.., output/t]`, or `[.., output]` with `gather_output`
     /// - bias: `[output/t]`, or `[output]` with `gather_output`
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> (Tensor<D>, Option<Tensor<1>>) {
-        let x = copy_to_tensor_parallel_region(x, &self.tp);
-        let mut y = linear(x, self.weight.val());
+        let weight = self.weight.val();
+        let mut y = match self.sequence_parallel {
+            true => gathered_linear(x, weight, &self.tp),
+            false => linear(copy_to_tensor_parallel_region(x, &self.tp), weight),
+        };
         let mut bias = self.bias.as_ref().map(|bias| bias.val());
         if !self.skip_bias_add
             && let Some(bias) = bias.take()

@@ -1,8 +1,11 @@
 //! Embeddings: tokens, split by vocabulary; positions, learned and replicated.
 
 use super::DEFAULT_INIT_STD;
-use crate::autograd::{VocabShard, reduce_from_tensor_parallel_region};
+use crate::autograd::{
+    VocabShard, reduce_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region,
+};
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
+use crate::topology::shard_range;
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::{Int, Tensor};
@@ -41,6 +44,7 @@ impl VocabParallelEmbeddingConfig {
         VocabParallelEmbedding {
             weight: builder.param(spec),
             shard: VocabShard::new(self.vocab_size, self.padded_vocab_size, tp),
+            sequence_parallel: builder.sequence_parallel(),
         }
     }
 }
@@ -54,6 +58,8 @@ pub struct VocabParallelEmbedding {
     pub weight: Param<Tensor<2>>,
     #[module(skip)]
     shard: VocabShard,
+    #[module(skip)]
+    sequence_parallel: bool,
 }
 
 impl VocabParallelEmbedding {
@@ -64,7 +70,8 @@ impl VocabParallelEmbedding {
 
     /// # Shapes
     /// - tokens: `[n]`, global ids, the same on every rank
-    /// - output: `[n, h]`, the same on every rank
+    /// - output: `[n, h]`, the same on every rank; under sequence parallelism the rank's part of the
+    ///   rows, `[n/t, h]`
     pub fn forward(&self, tokens: Tensor<1, Int>) -> Tensor<2> {
         if self.shard.tp.size() == 1 {
             return self.weight.val().select(0, tokens);
@@ -79,7 +86,11 @@ impl VocabParallelEmbedding {
         let rows = self.weight.val().select(0, local.clamp(0, len - 1));
         let owned = elsewhere.bool_not().float().unsqueeze_dim(1);
         // Without autodiff as it is, the mask is a constant of the product.
-        reduce_from_tensor_parallel_region(rows * owned, &self.shard.tp)
+        let partial = rows * owned;
+        match self.sequence_parallel {
+            true => reduce_scatter_to_sequence_parallel_region(partial, &self.shard.tp),
+            false => reduce_from_tensor_parallel_region(partial, &self.shard.tp),
+        }
     }
 }
 
@@ -98,8 +109,14 @@ impl PositionEmbeddingConfig {
     pub fn init(&self, builder: &ParallelBuilder) -> PositionEmbedding {
         let shape = [self.max_position_embeddings, self.hidden_size];
         let init = Init::Normal { std: self.init_std };
+        let (part, parts) = match builder.sequence_parallel() {
+            true => (builder.tp().rank(), builder.tp().size()),
+            false => (0, 1),
+        };
         PositionEmbedding {
             weight: builder.param(ParamSpec::replicated(shape, init)),
+            part,
+            parts,
         }
     }
 }
@@ -109,12 +126,18 @@ impl PositionEmbeddingConfig {
 pub struct PositionEmbedding {
     /// `[max positions, h]`
     pub weight: Param<Tensor<2>>,
+    #[module(skip)]
+    part: usize,
+    #[module(skip)]
+    parts: usize,
 }
 
 impl PositionEmbedding {
-    /// The first `s` positions as `[s, 1, h]`, to be added to `[s, b, h]`.
+    /// The first `s` positions as `[s, 1, h]`, to be added to `[s, b, h]`; under sequence parallelism
+    /// the rank's part of them, `[s/t, 1, h]`.
     pub fn forward(&self, s: usize) -> Tensor<3> {
         let h = self.weight.dims()[1];
-        self.weight.val().slice([0..s, 0..h]).unsqueeze_dim(1)
+        let here = shard_range(s, self.parts, self.part);
+        self.weight.val().slice([here, 0..h]).unsqueeze_dim(1)
     }
 }

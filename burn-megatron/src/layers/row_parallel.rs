@@ -2,7 +2,8 @@
 
 use super::{DEFAULT_INIT_STD, add_bias};
 use crate::autograd::{
-    linear, reduce_from_tensor_parallel_region, scatter_to_tensor_parallel_region,
+    linear, reduce_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_parallel_region,
 };
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
@@ -43,6 +44,7 @@ impl RowParallelLinearConfig {
             bias: self.bias.then(bias),
             input_is_parallel: self.input_is_parallel,
             skip_bias_add: self.skip_bias_add,
+            sequence_parallel: builder.sequence_parallel(),
             tp: builder.tp().clone(),
         }
     }
@@ -62,6 +64,8 @@ pub struct RowParallelLinear {
     #[module(skip)]
     skip_bias_add: bool,
     #[module(skip)]
+    sequence_parallel: bool,
+    #[module(skip)]
     tp: CommRef,
 }
 
@@ -70,14 +74,17 @@ impl RowParallelLinear {
     ///
     /// # Shapes
     /// - input: `[.., input/t]`, or `[.., input]` without `input_is_parallel`
-    /// - output: `[.., output]`, the same on every rank
+    /// - output: `[.., output]`, the same on every rank; `[s/t, .., output]` under sequence parallelism
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> (Tensor<D>, Option<Tensor<1>>) {
         let x = match self.input_is_parallel {
             true => x,
             false => scatter_to_tensor_parallel_region(x, &self.tp),
         };
         let partial = linear(x, self.weight.val());
-        let y = reduce_from_tensor_parallel_region(partial, &self.tp);
+        let y = match self.sequence_parallel {
+            true => reduce_scatter_to_sequence_parallel_region(partial, &self.tp),
+            false => reduce_from_tensor_parallel_region(partial, &self.tp),
+        };
         match self.bias.as_ref().map(|bias| bias.val()) {
             Some(bias) if !self.skip_bias_add => (add_bias(y, bias), None),
             bias => (y, bias),

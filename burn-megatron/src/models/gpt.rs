@@ -4,7 +4,7 @@ use super::{Stage, StageInput};
 use crate::Violation;
 use crate::autograd::{
     GeluApproximation, VocabShard, copy_to_tensor_parallel_region,
-    gather_from_tensor_parallel_region, linear, vocab_parallel_cross_entropy,
+    gather_from_tensor_parallel_region, gathered_linear, linear, vocab_parallel_cross_entropy,
 };
 use crate::layers::{
     Activation, ColumnParallelLinear, ColumnParallelLinearConfig, LayerSpec, Mlp, Norm,
@@ -270,6 +270,7 @@ impl GptModelConfig {
             decoder: spec.block(&self.transformer, stage, builder),
             output_layer: (!tied && stage.is_last()).then(output_layer),
             vocab: VocabShard::new(self.vocab_size, self.padded_vocab_size, builder.tp()),
+            sequence_parallel: builder.sequence_parallel(),
             hidden_size: h,
             max_position_embeddings: self.max_position_embeddings,
         }
@@ -284,8 +285,7 @@ impl GptModelConfig {
         self.position_embedding_type == PositionEmbeddingType::LearnedAbsolute
     }
 
-    /// Parameters of one pipeline stage on one of `tp` ranks. Replicated on all of these: norms,
-    /// positions, and the biases of the row-parallel layers.
+    /// Parameters of one pipeline stage on one of `tp` ranks.
     pub fn stage_parameters(&self, stage: &StageLayers, tp: usize) -> usize {
         let config = &self.transformer;
         let (h, d) = (config.hidden_size, config.kv_channels);
@@ -302,16 +302,33 @@ impl GptModelConfig {
         let split_per_layer = (h + bias) * (qkv + fc1)
             + h * (config.num_attention_heads * d + config.ffn_hidden_size);
         let split = tables * self.padded_vocab_size * h + layers * split_per_layer;
-        let norm = match config.normalization {
-            Normalization::LayerNorm => 2,
-            Normalization::RmsNorm => 1,
-        };
-        // Two norms and two biases a layer, and those of its heads; positions; the final norm.
-        let heads = usize::from(config.qk_layernorm) * 2 * norm * d;
-        let replicated_per_layer = 2 * norm * h + 2 * bias * h + heads;
+        split / tp + self.replicated_parameters(stage)
+    }
+
+    /// Those of one stage that every tensor-parallel rank has whole: norms, positions, and the biases of
+    /// the row-parallel layers.
+    pub(crate) fn replicated_parameters(&self, stage: &StageLayers) -> usize {
+        let config = &self.transformer;
+        let h = config.hidden_size;
+        let (first, last) = (usize::from(stage.is_first()), usize::from(stage.is_last()));
+        let norm = self.norm_parameters(h);
+        let biases = usize::from(config.add_bias_linear) * 2 * h;
+        let per_layer = 2 * norm + biases + self.head_norm_parameters();
         let positions = usize::from(self.learns_positions()) * self.max_position_embeddings * h;
-        let replicated = layers * replicated_per_layer + first * positions + last * norm * h;
-        split / tp + replicated
+        stage.layers.len() * per_layer + first * positions + last * norm
+    }
+
+    /// Those of one layer that normalise its queries and keys.
+    pub(crate) fn head_norm_parameters(&self) -> usize {
+        let config = &self.transformer;
+        usize::from(config.qk_layernorm) * 2 * self.norm_parameters(config.kv_channels)
+    }
+
+    fn norm_parameters(&self, width: usize) -> usize {
+        match self.transformer.normalization {
+            Normalization::LayerNorm => 2 * width,
+            Normalization::RmsNorm => width,
+        }
     }
 }
 
@@ -324,14 +341,14 @@ pub struct GptEmbedding {
 }
 
 impl GptEmbedding {
-    /// `tokens [b, s] -> [s, b, h]`
+    /// `tokens [b, s] -> [s, b, h]`, or `[s/t, b, h]` under sequence parallelism
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [b, s] = tokens.dims();
         let words = self
             .word_embeddings
             .forward(tokens.transpose().reshape([s * b]));
-        let h = words.dims()[1];
-        let words = words.reshape([s, b, h]);
+        let [n, h] = words.dims();
+        let words = words.reshape([n / b, b, h]);
         match &self.position_embeddings {
             Some(positions) => words + positions.forward(s),
             None => words,
@@ -351,6 +368,8 @@ pub struct GptModel<N: Module = Norm, A: Module = SelfAttention, M: Module = Mlp
     #[module(skip)]
     vocab: VocabShard,
     #[module(skip)]
+    sequence_parallel: bool,
+    #[module(skip)]
     hidden_size: usize,
     #[module(skip)]
     max_position_embeddings: usize,
@@ -362,7 +381,8 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> GptModel<N, A, M> {
         self.max_position_embeddings
     }
 
-    /// On the last stage: `hidden [s, b, h] ->` this rank's logits `[s, b, v/t]`
+    /// On the last stage: `hidden [s, b, h] ->` this rank's logits `[s, b, v/t]`; under sequence
+    /// parallelism from `[s/t, b, h]`.
     ///
     /// # Panics
     /// On a stage without an output layer.
@@ -370,20 +390,30 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> GptModel<N, A, M> {
         match (&self.output_layer, &self.embedding) {
             (Some(layer), _) => layer.forward(hidden).0,
             (None, Some(tied)) => {
-                let hidden = copy_to_tensor_parallel_region(hidden, &self.vocab.tp);
-                linear(hidden, tied.word_embeddings.weight.val())
+                let (weight, tp) = (tied.word_embeddings.weight.val(), &self.vocab.tp);
+                match self.sequence_parallel {
+                    true => gathered_linear(hidden, weight, tp),
+                    false => linear(copy_to_tensor_parallel_region(hidden, tp), weight),
+                }
             }
             (None, None) => panic!("only the last pipeline stage has logits"),
         }
     }
 
-    /// On the last stage: the logits of the token after the last, over the vocabulary without
+    /// On the last stage: the logits of the token after position `last`, over the vocabulary without
     /// padding. `hidden [s, b, h] -> [b, v]`, the same on every rank.
-    pub fn next_token_logits(&self, hidden: Tensor<3>) -> Tensor<2> {
-        let [s, b, h] = hidden.dims();
-        let logits = self.logits(hidden.slice([s - 1..s, 0..b, 0..h]));
+    pub fn next_token_logits(&self, hidden: Tensor<3>, last: usize) -> Tensor<2> {
+        let at = |x: Tensor<3>| {
+            let [_, b, n] = x.dims();
+            x.slice([last..last + 1, 0..b, 0..n])
+        };
+        let logits = match self.sequence_parallel {
+            // The position is on one rank alone until the logits are made.
+            true => at(self.logits(hidden)),
+            false => self.logits(at(hidden)),
+        };
         let logits = gather_from_tensor_parallel_region(logits, &self.vocab.tp);
-        let v = self.vocab.vocab_size;
+        let (b, v) = (logits.dims()[1], self.vocab.vocab_size);
         logits.slice([0..1, 0..b, 0..v]).reshape([b, v])
     }
 }

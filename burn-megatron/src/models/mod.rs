@@ -10,7 +10,8 @@ use burn::tensor::{Int, Tensor};
 pub enum StageInput {
     /// `[b, s]`, on the first stage: the same on every rank of the tensor-parallel group.
     Tokens(Tensor<2, Int>),
-    /// `[s, b, h]`, on every other: what the stage before it made.
+    /// `[s, b, h]`, on every other: what the stage before it made. Under sequence parallelism
+    /// `[s/t, b, h]`, here and wherever stages exchange it.
     Hidden(Tensor<3>),
 }
 

@@ -1,6 +1,6 @@
 //! What a layer is built with: its groups, its device, and the register of its parameters.
 
-use super::{Init, ParamSpec};
+use super::{Init, ParamSpec, Sharding};
 use crate::comm::CommRef;
 use crate::launch::RankContext;
 use burn::module::{Param, ParamId};
@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[derive(Debug, Clone)]
 pub struct ParallelBuilder {
     context: RankContext,
+    sequence_parallel: bool,
     specs: Arc<Mutex<HashMap<ParamId, ParamSpec>>>,
 }
 
@@ -23,8 +24,24 @@ impl ParallelBuilder {
     pub fn new(context: &RankContext) -> Self {
         ParallelBuilder {
             context: context.clone(),
+            sequence_parallel: false,
             specs: Arc::default(),
         }
+    }
+
+    /// Builds layers for sequence parallelism: outside of the tensor-parallel regions, each rank of the
+    /// tensor-parallel group has its part of the sequence, `[s/t, b, h]`. (Korthikanti et al. 2022.)
+    /// Without effect on a group of one.
+    pub fn with_sequence_parallel(self, sequence_parallel: bool) -> Self {
+        ParallelBuilder {
+            sequence_parallel: sequence_parallel && self.tp().size() > 1,
+            ..self
+        }
+    }
+
+    /// Whether layers exchange parts of the sequence.
+    pub fn sequence_parallel(&self) -> bool {
+        self.sequence_parallel
     }
 
     /// A builder for a model on one rank, with every layer whole.
@@ -47,8 +64,10 @@ impl ParallelBuilder {
         &self.context.groups.tp.comm
     }
 
-    /// A new parameter with this rank's shape of `spec`.
+    /// A new parameter with this rank's shape of `spec`. Under sequence parallelism, the gradient of a
+    /// replicated one is the sum of the ranks': each has seen its own positions, or its own heads.
     pub fn param<const D: usize>(&self, spec: ParamSpec) -> Param<Tensor<D>> {
+        let spec = self.under_sequence_parallelism(spec);
         let value = Tensor::zeros(spec.local_shape(), self.device()).require_grad();
         let param = Param::initialized(ParamId::new(), value);
         let mut specs = self.specs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -60,6 +79,12 @@ impl ParallelBuilder {
     pub fn split(&self, full_shape: impl Into<Vec<usize>>, dim: usize, init: Init) -> ParamSpec {
         let place = (self.tp().rank(), self.tp().size());
         ParamSpec::split(full_shape, dim, place, init)
+    }
+
+    pub(super) fn under_sequence_parallelism(&self, spec: ParamSpec) -> ParamSpec {
+        let partial = self.sequence_parallel && spec.sharding == Sharding::Replicated;
+        let partial = partial || spec.partial_gradient;
+        spec.with_partial_gradient(partial)
     }
 
     /// The declared record of a parameter; `None` for one that was not made by this builder.

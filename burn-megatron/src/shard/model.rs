@@ -43,6 +43,7 @@ pub struct ShardedModel<M> {
     /// Each chunk's elements in the flat buffers.
     ranges: Vec<Range<usize>>,
     context: RankContext,
+    sequence_parallel: bool,
 }
 
 impl<M: Module> ShardedModel<M> {
@@ -71,12 +72,18 @@ impl<M: Module> ShardedModel<M> {
             params: collect.params,
             chunks,
             context: builder.context().clone(),
+            sequence_parallel: builder.sequence_parallel(),
         }
     }
 
     /// The modules: one, or one for each virtual pipeline stage.
     pub fn chunks(&self) -> &[M] {
         &self.chunks
+    }
+
+    /// Whether its layers exchange parts of the sequence.
+    pub fn sequence_parallel(&self) -> bool {
+        self.sequence_parallel
     }
 
     /// Its parameters, in flat order.
@@ -228,7 +235,10 @@ impl ModuleVisitor for CollectParams<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let shape = param.dims();
         let spec = self.builder.spec(param.id);
-        let spec = spec.unwrap_or_else(|| ParamSpec::replicated(shape, Init::AsBuilt));
+        let spec = spec.unwrap_or_else(|| {
+            let replicated = ParamSpec::replicated(shape, Init::AsBuilt);
+            self.builder.under_sequence_parallelism(replicated)
+        });
         let start = self.end;
         self.end += shape.iter().product::<usize>();
         let name = self.path.join(".");

@@ -79,15 +79,11 @@ pub fn unsupported(parallel: &ParallelConfig) -> Vec<Violation> {
         (parallel.expert_model_parallel_size, "expert"),
     ];
     let above_one = sizes.into_iter().filter(|(size, _)| *size > 1);
-    let mut missing: Vec<_> = above_one.map(|(_, kind)| (kind, "1")).collect();
-    if parallel.sequence_parallel {
-        missing.push(("sequence", "false"));
-    }
-    let violation = |(kind, legal)| Violation {
-        rule: format!("{kind} parallelism is not available in this version"),
-        nearest: vec![String::from(legal)],
+    let violation = |(_, kind)| {
+        let rule = format!("{kind} parallelism is not available in this version");
+        Violation::new(rule, ["1"])
     };
-    missing.into_iter().map(violation).collect()
+    above_one.map(violation).collect()
 }
 
 /// How the world divides, as far as the configuration says.
@@ -246,7 +242,9 @@ fn tensor_rules(parallel: &ParallelConfig, model: &ModelShape, world: &World) ->
         .collect();
     if parallel.sequence_parallel && tp == 1 {
         violations.push(Violation {
-            rule: "sequence_parallel needs tensor_model_parallel_size above 1".into(),
+            rule: "sequence_parallel needs tensor_model_parallel_size above 1: it splits the sequence \
+                   over the tensor-parallel ranks"
+                .into(),
             nearest: vec!["false".into()],
         });
     }
@@ -345,10 +343,7 @@ mod tests {
         };
         assert_eq!(
             broken(&sequence_parallel, &model(), &BATCH),
-            [
-                "tensor_model_parallel_size 3 must divide seq_length 32; nearest legal: 2",
-                "sequence parallelism is not available in this version; nearest legal: false",
-            ]
+            ["tensor_model_parallel_size 3 must divide seq_length 32; nearest legal: 2",]
         );
     }
 
@@ -401,7 +396,6 @@ mod tests {
                  data-parallel size 1; nearest legal: 6, 9",
                 "context parallelism is not available in this version; nearest legal: 1",
                 "expert parallelism is not available in this version; nearest legal: 1",
-                "sequence parallelism is not available in this version; nearest legal: false",
                 "pipeline_model_parallel_size 3 must divide num_layers 4; nearest legal: 2, 4",
             ]
         );

@@ -217,6 +217,20 @@ impl ResolvedConfig {
         stages.map(|stage| model.stage_parameters(stage, tp)).sum()
     }
 
+    /// Elements of the replicated parameters of one rank of that place in the pipeline whose gradients
+    /// are summed over the tensor-parallel group.
+    pub(super) fn partial_gradients(&self, pp_rank: usize) -> usize {
+        let model = self.model();
+        let sequence_parallel = self.config.parallel.sequence_parallel;
+        let stages = self.layout.stages_of(pp_rank);
+        stages
+            .map(|stage| match sequence_parallel {
+                true => model.replicated_parameters(stage),
+                false => stage.layers.len() * model.head_norm_parameters(),
+            })
+            .sum()
+    }
+
     /// What a rank of that place in the pipeline communicates in one step.
     pub fn step_volumes(&self, pp_rank: usize) -> StepVolumes {
         StepVolumes::of(self, pp_rank)

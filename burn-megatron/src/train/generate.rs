@@ -34,7 +34,8 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
         sampling: &Sampling,
     ) -> Result<Vec<i64>> {
         let chunks: Vec<_> = self.model().chunks().iter().map(Module::valid).collect();
-        let window = chunks[0].max_position_embeddings();
+        let parts = self.sequence_parts();
+        let window = chunks[0].max_position_embeddings() / parts * parts;
         let pp = &self.context().groups.pp.comm;
         let mut tokens = if prompt.is_empty() {
             vec![0]
@@ -65,20 +66,24 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
         let pp = &self.context().groups.pp.comm;
         let device = self.context().device.clone().inner();
         let (rank, ranks, stages) = (pp.rank(), pp.size(), pp.size() * chunks.len());
+        // What follows the last token changes nothing before it, and lets the sequence divide.
+        let parts = self.sequence_parts();
+        let mut padded = seen.to_vec();
+        padded.resize(seen.len().next_multiple_of(parts), 0);
         for (i, chunk) in chunks.iter().enumerate() {
             let stage = i * ranks + rank;
             let input = if stage == 0 {
-                let tokens = TensorData::new(seen.to_vec(), [1, seen.len()]);
+                let tokens = TensorData::new(padded.clone(), [1, padded.len()]);
                 StageInput::Tokens(Tensor::from_data(tokens, &device))
             } else {
-                let shape = [seen.len(), 1, chunk.hidden_size()];
+                let shape = [padded.len() / parts, 1, chunk.hidden_size()];
                 let bytes = size_of::<f32>() * shape.iter().product::<usize>();
                 let bytes = pp.receive(bytes, (rank + ranks - 1) % ranks)?;
                 StageInput::Hidden(Tensor::from_data(hidden_data(bytes, shape), &device))
             };
             let hidden = chunk.forward(input);
             if stage + 1 == stages {
-                let logits = chunk.next_token_logits(hidden).into_data();
+                let logits = chunk.next_token_logits(hidden, seen.len() - 1).into_data();
                 return Ok(Some(logits.try_into_vec::<f32>().expect("f32 logits")));
             }
             pp.send(to_bytes(hidden), (rank + 1) % ranks)?;

@@ -53,14 +53,18 @@ pub(super) struct MicroBatchShape {
     pub samples: usize,
     /// Tokens of a sample (`s`).
     pub seq: usize,
+    /// Positions of the activations that a rank exchanges with other stages: `s`, or `s/t`.
+    pub hidden_seq: usize,
     pub vocab_size: usize,
 }
 
 impl MicroBatchShape {
-    pub fn new(batch: &BatchConfig, vocab_size: usize) -> Self {
+    /// Over `sequence_parts` ranks, 1 without sequence parallelism.
+    pub fn new(batch: &BatchConfig, sequence_parts: usize, vocab_size: usize) -> Self {
         MicroBatchShape {
             samples: batch.micro_batch_size,
             seq: batch.seq_length,
+            hidden_seq: batch.seq_length / sequence_parts,
             vocab_size,
         }
     }
@@ -202,6 +206,7 @@ mod tests {
         let shape = MicroBatchShape {
             samples: 2,
             seq: 3,
+            hidden_seq: 3,
             vocab_size: 100,
         };
         let microbatch = |i: i64, loss_mask| MicroBatch {
@@ -227,6 +232,7 @@ mod tests {
         let shape = MicroBatchShape {
             samples: 1,
             seq: 2,
+            hidden_seq: 2,
             vocab_size: 10,
         };
         let microbatch = |tokens: &[i64], mask: Option<usize>| MicroBatch {

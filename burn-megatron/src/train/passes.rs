@@ -178,7 +178,11 @@ impl Step<'_> {
 
     /// `[s, b, h]` of what stages exchange.
     fn hidden_shape<M: Stage>(&self, chunk: &M) -> [usize; 3] {
-        [self.shape.seq, self.shape.samples, chunk.hidden_size()]
+        [
+            self.shape.hidden_seq,
+            self.shape.samples,
+            chunk.hidden_size(),
+        ]
     }
 
     fn message_bytes<M: Stage>(&self, chunk: &M) -> usize {

@@ -3,7 +3,7 @@
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use super::passes::{ForwardPasses, Passes, Step};
 use super::{ResolvedConfig, TrainerConfig};
-use crate::error::Result;
+use crate::error::{Error, Result, Violation};
 use crate::grads;
 use crate::launch::RankContext;
 use crate::layers::LayerSpec;
@@ -70,7 +70,8 @@ impl Trainer {
         rank: &RankContext,
         weights: Option<&FullWeights>,
     ) -> Result<Self> {
-        let builder = ParallelBuilder::new(rank);
+        let sequence_parallel = config.config().parallel.sequence_parallel;
+        let builder = ParallelBuilder::new(rank).with_sequence_parallel(sequence_parallel);
         let stages = config.layout().stages_of(rank.groups.pp.comm.rank());
         let (model, spec) = (config.model(), LayerSpec::gpt());
         let chunks = stages.map(|stage| model.init_stage(&spec, stage, &builder));
@@ -88,12 +89,20 @@ impl<M: Stage> Trainer<M> {
     /// `rank`, `p + rank`, … of this rank's place in the pipeline.
     ///
     /// # Errors
-    /// If the pipeline's schedule cannot run the batch, with what it can.
+    /// If the pipeline's schedule cannot run the batch, with what it can; or if the sequence does not
+    /// divide over the ranks of a sequence-parallel model.
     pub fn for_model(
         model: ShardedModel<M>,
         config: TrainerConfig,
         rank: &RankContext,
     ) -> Result<Self> {
+        let (seq, tp) = (config.batch.seq_length, rank.groups.tp.comm.size());
+        if model.sequence_parallel() && !seq.is_multiple_of(tp) {
+            let rule = format!("the {tp} tensor-parallel ranks must divide seq_length {seq}");
+            let nearest = [(seq / tp).max(1) * tp, (seq / tp + 1) * tp];
+            let violation = Violation::new(rule, nearest.map(|s| s.to_string()));
+            return Err(Error::config(vec![violation]));
+        }
         let schedule = config.schedule_of(model.chunks().len(), &rank.groups)?;
         Ok(Trainer {
             evaluation: schedule.forward_only(),
@@ -235,7 +244,16 @@ impl<M: Stage> Trainer<M> {
     }
 
     fn shape(&self) -> MicroBatchShape {
-        MicroBatchShape::new(&self.config.batch, self.config.vocab_size)
+        let parts = self.sequence_parts();
+        MicroBatchShape::new(&self.config.batch, parts, self.config.vocab_size)
+    }
+
+    /// Ranks that each have a part of the sequence: 1 without sequence parallelism.
+    pub(super) fn sequence_parts(&self) -> usize {
+        match self.model.sequence_parallel() {
+            true => self.context.groups.tp.comm.size(),
+            false => 1,
+        }
     }
 
     fn step<'a>(&self, microbatches: &'a [MicroBatch], device: &'a Device) -> Step<'a> {

@@ -14,8 +14,13 @@ pub struct StepVolume {
 /// and gradient norm are left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StepVolumes {
-    /// All-reduces of activations, their gradients and the loss.
+    /// All-reduces of activations, their gradients and the loss; under sequence parallelism of the loss
+    /// and of the gradients of norms, biases and positions.
     pub tp: StepVolume,
+    /// Under sequence parallelism: all-gathers of activations and their gradients.
+    pub tp_gather: StepVolume,
+    /// Under sequence parallelism: reduce-scatters of activations and their gradients.
+    pub tp_scatter: StepVolume,
     /// Broadcasts of the step's tokens.
     pub tp_data: StepVolume,
     /// All-reduces of gradients.
@@ -28,6 +33,7 @@ pub struct StepVolumes {
 
 const F32: u64 = 4;
 const I64: u64 = 8;
+const F64: u64 = 8;
 
 impl StepVolumes {
     /// For a GPT at `m` microbatches of `b` samples on each rank, on the ranks of one place in the
@@ -36,10 +42,13 @@ impl StepVolumes {
     /// Tensor parallel, per microbatch: `[s, b, h]` is reduced after attention and MLP in the
     /// forward and before them in the backward of each layer, after the embedding in the forward,
     /// and before the output layer in the backward; the loss reduces one value and then two for
-    /// each of `s·b` tokens. Where data is needed, the `b (s + 1)` tokens of each microbatch and one
+    /// each of `s·b` tokens. Under sequence parallelism each of these all-reduces of `[s, b, h]` becomes
+    /// an all-gather and a reduce-scatter, but for the embedding and the output layer, where one of the
+    /// two suffices; the backward gathers the inputs of QKV, fc1 and the output layer again; and the
+    /// gradients of what is replicated are summed once. Where data is needed, the `b (s + 1)` tokens of each microbatch and one
     /// flag are broadcast, the masks of those that have one apart. Data parallel: every parameter's
-    /// gradient, once, by buckets. Pipeline: `[s, b, h]` for each microbatch to the next stage, and
-    /// back. Tied embedding: the rank's part of the table.
+    /// gradient, once, by buckets. Pipeline: `[s, b, h]`, or `[s/t, b, h]`, for each microbatch to the
+    /// next stage, and back. Tied embedding: the rank's part of the table.
     pub(super) fn of(config: &ResolvedConfig, pp_rank: usize) -> Self {
         let (batch, layout) = (config.config().batch, config.layout());
         let (model, sizes) = (config.model(), layout.grid.sizes());
@@ -51,11 +60,30 @@ impl StepVolumes {
         let first = u64::from(stages.iter().any(|stage| stage.is_first()));
         let last = u64::from(stages.iter().any(|stage| stage.is_last()));
 
-        let activations = 4 * layers as u64 + first + last;
-        let tp = StepVolume {
-            calls: microbatches * (activations + 2 * last),
-            bytes: microbatches * F32 * tokens * (activations * hidden + 3 * last),
+        let sequence_parallel = config.config().parallel.sequence_parallel;
+        let layers = layers as u64;
+        let partial = F32 * config.partial_gradients(pp_rank) as u64;
+        let partial_calls = u64::from(partial > 0);
+        // Of [s, b, h], in each microbatch.
+        let activations = |count: u64| StepVolume {
+            calls: microbatches * count,
+            bytes: microbatches * count * F32 * tokens * hidden,
         };
+        let reduced = activations(match sequence_parallel {
+            true => 0,
+            false => 4 * layers + first + last,
+        });
+        let tp = StepVolume {
+            calls: reduced.calls + microbatches * 2 * last + partial_calls,
+            bytes: reduced.bytes + microbatches * F32 * tokens * 3 * last + partial,
+        };
+        // The gradient norm's one f64 of each rank is gathered as well.
+        let gathered = activations(6 * layers + first + 2 * last);
+        let tp_gather = StepVolume {
+            calls: gathered.calls + 1,
+            bytes: gathered.bytes + F64 * sizes.tp as u64,
+        };
+        let tp_scatter = activations(4 * layers + first + last);
         let rows = (batch.micro_batch_size * (batch.seq_length + 1) + 1) as u64;
         let tp_data = StepVolume {
             calls: 1,
@@ -67,9 +95,14 @@ impl StepVolumes {
             bytes: F32 * elements as u64,
         };
         let sends = config.pipeline_schedule().sends(pp_rank) as u64;
+        let parts = if sequence_parallel {
+            sizes.tp as u64
+        } else {
+            1
+        };
         let pp = StepVolume {
             calls: sends,
-            bytes: sends * F32 * tokens * hidden,
+            bytes: sends * F32 * tokens / parts * hidden,
         };
         let embedding = StepVolume {
             calls: 1,
@@ -83,6 +116,8 @@ impl StepVolumes {
         };
         StepVolumes {
             tp: only_if(sizes.tp > 1, tp),
+            tp_gather: only_if(sequence_parallel, tp_gather),
+            tp_scatter: only_if(sequence_parallel, tp_scatter),
             tp_data: only_if(sizes.tp > 1 && ends, tp_data),
             dp: only_if(layout.dp > 1, dp),
             pp: only_if(sizes.pp > 1, pp),
