@@ -1,112 +1,15 @@
-//! The pipeline at work: bubbles against the simulator's, activations held, tied embeddings, failures,
-//! and what a run does beside training.
+//! The pipeline at work: activations held, tied embeddings, failures, and what a run does beside
+//! training.
 
 use burn_megatron::comm::threads::ThreadWorld;
-use burn_megatron::pipeline::{Durations, Schedule, Timeline, Work, execute, simulate};
+use burn_megatron::pipeline::{Schedule, execute};
 use burn_megatron::prelude::*;
 use burn_megatron::topology::{PipelineSchedule, PipelineShape};
 use burn_megatron::train::Sampling;
+use megatron_tests::sleeping::{Sleeping, pipeline_grid};
 use megatron_tests::{Run, fixture, tensors};
 use std::sync::Mutex;
-use std::thread;
 use std::time::{Duration, Instant};
-
-/// A stage whose passes take a fixed time and no core.
-struct Sleeping {
-    last: usize,
-    forward: Duration,
-    backward: Duration,
-    /// Fails in this backward, as (stage, micro batch).
-    dies_at: Option<(usize, usize)>,
-}
-
-impl Work for Sleeping {
-    fn message_bytes(&self) -> usize {
-        16
-    }
-
-    fn forward(
-        &mut self,
-        stage: usize,
-        mb: usize,
-        input: Option<Vec<u8>>,
-    ) -> Result<Option<Vec<u8>>> {
-        assert_eq!(input.is_none(), stage == 0);
-        if let Some(input) = input {
-            assert_eq!(
-                input,
-                vec![mb as u8; 16],
-                "stage {stage} got another micro batch"
-            );
-        }
-        thread::sleep(self.forward);
-        Ok((stage != self.last).then(|| vec![mb as u8; 16]))
-    }
-
-    fn backward(
-        &mut self,
-        stage: usize,
-        mb: usize,
-        dy: Option<Vec<u8>>,
-    ) -> Result<Option<Vec<u8>>> {
-        assert_eq!(dy.is_none(), stage == self.last);
-        if let Some(dy) = dy {
-            assert_eq!(
-                dy,
-                vec![mb as u8; 16],
-                "stage {stage} got another micro batch"
-            );
-        }
-        assert!(self.dies_at != Some((stage, mb)), "the power is out");
-        thread::sleep(self.backward);
-        Ok((stage != 0).then(|| vec![mb as u8; 16]))
-    }
-}
-
-fn grid(pp: usize) -> RankGrid {
-    let axes = Axes { pp, ..Axes::all(1) };
-    RankGrid::new(axes, DEFAULT_ORDER).expect("a grid")
-}
-
-/// Runs the schedule on ranks that sleep.
-fn measure(schedule: &Schedule, forward: Duration, backward: Duration) -> Timeline {
-    let shape = *schedule.shape();
-    let spans = run_ranks(&grid(shape.ranks), DEFAULT_TIMEOUT, |rank| {
-        let mut work = Sleeping {
-            last: shape.num_stages() - 1,
-            forward,
-            backward,
-            dies_at: None,
-        };
-        // All ranks begin together, as they do at the end of the step before.
-        rank.groups.world.comm.barrier()?;
-        execute(schedule, &*rank.groups.pp.comm, &mut work, rank.clock)
-    });
-    Timeline {
-        ranks: spans.expect("ranks"),
-    }
-}
-
-#[test]
-fn the_measured_bubble_is_the_simulated_one() {
-    let (forward, backward) = (Duration::from_millis(4), Duration::from_millis(8));
-    for (m, v) in [(4, 1), (8, 1), (32, 1), (4, 2), (8, 2), (32, 2)] {
-        let shape = PipelineShape::new(4, m).with_virtual_stages(v);
-        let schedule =
-            Schedule::new(PipelineSchedule::default_for(v), shape).expect("a legal shape");
-        let stages = shape.num_stages();
-        let simulated = simulate(&schedule, &Durations::equal(stages, 4.0, 8.0, 0.0)).bubble();
-        // A core that somebody else uses makes a sleep long: the least disturbed of a few runs.
-        let bubbles = (0..5).map(|_| measure(&schedule, forward, backward).bubble());
-        let off = |bubble: f64| (bubble / simulated - 1.0).abs();
-        let best = bubbles.min_by(|a, b| off(*a).total_cmp(&off(*b)));
-        let best = best.expect("five runs");
-        assert!(
-            off(best) <= 0.1,
-            "m={m} v={v}: measured {best:.4}, simulated {simulated:.4}"
-        );
-    }
-}
 
 #[test]
 fn a_rank_that_dies_in_the_middle_ends_the_others_and_is_named() {
@@ -116,7 +19,7 @@ fn a_rank_that_dies_in_the_middle_ends_the_others_and_is_named() {
             Schedule::new(PipelineSchedule::default_for(v), shape).expect("a legal shape");
         let others = Mutex::new(Vec::new());
         let start = Instant::now();
-        let error = run_ranks(&grid(4), Duration::from_secs(20), |rank| {
+        let error = run_ranks(&pipeline_grid(4), Duration::from_secs(20), |rank| {
             let mut work = Sleeping {
                 last: shape.num_stages() - 1,
                 forward: Duration::from_millis(1),

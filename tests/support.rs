@@ -1,5 +1,7 @@
 //! What the cross-crate tests share: the fixtures, and training from them at a layout.
 
+pub mod sleeping;
+
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_megatron::Result;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
