@@ -486,3 +486,36 @@ fn the_readme_shows_what_the_program_draws() {
         "the README's table is not:\n{table}"
     );
 }
+
+#[test]
+fn rules_of_the_models_parts_are_checked() {
+    let run = Run::new();
+    let mut command = fixture_run(&run);
+    command.args(["--swiglu", "--squared-relu", "--sequence-parallel"]);
+    command.args([
+        "--num-query-groups",
+        "3",
+        "--position-embedding-type",
+        "rope",
+    ]);
+    command.args([
+        "--rotary-percent",
+        "0.2",
+        "--tensor-model-parallel-size",
+        "1",
+    ]);
+    let message = stderr(&mut command, 2);
+    for rule in [
+        "swiglu and squared_relu are two activations",
+        "rotary_percent 0.2 of kv_channels 16 is 3 features, but they turn in pairs",
+        "num_query_groups 3 must divide num_attention_heads 4; nearest legal: 2, 4",
+        "sequence_parallel needs tensor_model_parallel_size above 1",
+    ] {
+        assert!(message.contains(rule), "{rule}: {message}");
+    }
+    let mut command = fixture_run(&run);
+    command.args(["--sequence-parallel", "--seq-length", "31"]);
+    let message = stderr(&mut command, 2);
+    let rule = "tensor_model_parallel_size 2 must divide seq_length 31";
+    assert!(message.contains(rule), "{message}");
+}

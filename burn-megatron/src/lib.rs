@@ -1,5 +1,5 @@
-//! Megatron-LM's parallelism for models written in Burn: tensor, pipeline and data parallelism, with
-//! the collectives placed by hand inside the model.
+//! Megatron-LM's parallelism for models written in Burn: tensor, sequence, pipeline and data
+//! parallelism, with the collectives placed by hand inside the model.
 //!
 //! In the order of one training step:
 //! [`launch`] starts the ranks of a [`topology`]; [`layers`] are built with a

@@ -182,7 +182,9 @@ impl GptConfig {
                 "rotary_percent {percent} of kv_channels {d} is {} features, but they turn in pairs",
                 rotary.rotary_dim(d)
             );
-            violations.push(Violation::new(rule, [format!("{}", d / 2 * 2)]));
+            let pairs = (percent * d as f64 / 2.0).round().max(1.0);
+            let nearest = 2.0 * pairs / d as f64;
+            violations.push(Violation::new(rule, [nearest.to_string()]));
         }
         for (name, value) in [
             ("rotary_base", self.rotary_base),
