@@ -1,5 +1,6 @@
 //! The eight steps that Megatron-LM itself ran (`fixtures/README.md`), at our layouts.
 
+use burn_megatron::shard::Sharding;
 use burn_megatron::topology::PipelineSchedule;
 use burn_megatron::train::StepOutput;
 use megatron_tests::{Run, fixture, tensors};
@@ -109,6 +110,34 @@ fn sequence_parallelism_trains_as_megatron_does() {
         };
         let model = if llama { "llama" } else { "gpt" };
         assert_run(run, &json(&format!("{model}_trajectory.json")));
+    }
+}
+
+#[test]
+fn what_is_replicated_stays_the_same_under_sequence_parallelism() {
+    // Public complaint: Megatron-LM #1446, norm gradients that differ between tensor-parallel ranks.
+    for (llama, tp) in [(false, 2), (false, 4), (true, 2)] {
+        let run = Run {
+            llama,
+            sequence_parallel: true,
+            ..Run::at(tp, 1)
+        };
+        let (_, ranks) = run
+            .train(|_, trainer| {
+                let (model, values) = (trainer.model(), trainer.model().values());
+                let params = model.params().iter();
+                let replicated = params.filter(|p| p.spec.sharding == Sharding::Replicated);
+                let named = replicated.map(|p| (p.name.clone(), values[p.range.clone()].to_vec()));
+                Ok(named.collect::<Vec<_>>())
+            })
+            .expect("run");
+        // Two norms a layer and the last; GPT's have biases, as its row-parallel layers, and positions.
+        assert_eq!(ranks[0].len(), if llama { 9 } else { 4 * 6 + 2 + 1 });
+        assert!(
+            ranks.iter().all(|rank| *rank == ranks[0]),
+            "{}",
+            run.layout()
+        );
     }
 }
 

@@ -50,8 +50,10 @@ impl Stage for TinyLm {
         let hidden = match (input, &self.words) {
             (StageInput::Tokens(tokens), Some(words)) => {
                 let [b, s] = tokens.dims();
-                let tokens = tokens.transpose().reshape([s * b]);
-                words.forward(tokens).reshape([s, b, 32])
+                let hidden = words.forward(tokens.transpose().reshape([s * b]));
+                // Under sequence parallelism a rank gets its part of the positions.
+                let positions = hidden.dims()[0] / b;
+                hidden.reshape([positions, b, 32])
             }
             (StageInput::Hidden(hidden), None) => hidden,
             _ => panic!("tokens enter where the embedding is"),
@@ -74,7 +76,8 @@ impl Stage for TinyLm {
 }
 
 /// Trains on sequences that count upwards, at a layout; returns the loss of every step.
-fn train(tp: usize, pp: usize, v: usize, dp: usize) -> Result<Vec<f32>> {
+fn train(layout: (usize, bool, usize, usize, usize)) -> Result<Vec<f32>> {
+    let (tp, sequence_parallel, pp, v, dp) = layout;
     let grid = RankGrid::new(
         Axes {
             tp,
@@ -99,7 +102,7 @@ fn train(tp: usize, pp: usize, v: usize, dp: usize) -> Result<Vec<f32>> {
         60,
     )?;
     let losses = run_ranks(&grid, DEFAULT_TIMEOUT, |rank| {
-        let builder = ParallelBuilder::new(rank);
+        let builder = ParallelBuilder::new(rank).with_sequence_parallel(sequence_parallel);
         let stages = StageLayers::equal(4, pp * v)?;
         let mine = stages.iter().skip(rank.groups.pp.comm.rank()).step_by(pp);
         let chunks = mine.map(|stage| TinyLm::new(stage, &builder)).collect();
@@ -125,24 +128,28 @@ fn train(tp: usize, pp: usize, v: usize, dp: usize) -> Result<Vec<f32>> {
 
 #[test]
 fn it_learns_and_its_losses_do_not_depend_on_the_layout() {
-    let one = train(1, 1, 1, 1).expect("one rank");
+    let one = train((1, false, 1, 1, 1)).expect("one rank");
     assert!(one[59] < 0.3 * one[0], "from {} to {}", one[0], one[59]);
     let layouts = [
-        (2, 1, 1, 1),
-        (4, 1, 1, 1),
-        (1, 1, 1, 2),
-        (2, 1, 1, 2),
-        (1, 1, 1, 4),
-        (1, 2, 1, 1),
-        (1, 2, 2, 2),
-        (2, 4, 1, 1),
+        // (tp, sequence parallel, pp, v, dp)
+        (2, false, 1, 1, 1),
+        (4, false, 1, 1, 1),
+        (1, false, 1, 1, 2),
+        (2, false, 1, 1, 2),
+        (1, false, 1, 1, 4),
+        (1, false, 2, 1, 1),
+        (1, false, 2, 2, 2),
+        (2, false, 4, 1, 1),
+        (2, true, 1, 1, 1),
+        (4, true, 1, 1, 1),
+        (2, true, 2, 2, 1),
     ];
-    for (tp, pp, v, dp) in layouts {
-        let other = train(tp, pp, v, dp).expect("ranks");
+    for layout in layouts {
+        let other = train(layout).expect("ranks");
         for (step, (a, b)) in one.iter().zip(&other).enumerate() {
             assert!(
                 (a - b).abs() < 2e-6,
-                "tp={tp} pp={pp} v={v} dp={dp} step {step}: {b} is not {a}"
+                "{layout:?} step {step}: {b} is not {a}"
             );
         }
     }
