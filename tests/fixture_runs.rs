@@ -142,6 +142,47 @@ fn what_is_replicated_stays_the_same_under_sequence_parallelism() {
 }
 
 #[test]
+fn dropout_is_the_same_at_every_layout() {
+    // Public complaint: Megatron-LM #1256, the wrong generator under sequence parallelism.
+    for llama in [false, true] {
+        let layouts = [
+            // (tp, sequence parallel, pp, v, dp, micro batch)
+            (1, false, 1, 1, 1, 2),
+            (1, false, 1, 1, 1, 4),
+            (2, false, 1, 1, 1, 2),
+            (2, true, 1, 1, 1, 2),
+            (1, false, 2, 1, 1, 2),
+            (1, false, 1, 1, 2, 2),
+            (2, true, 2, 2, 2, 1),
+        ];
+        let runs = layouts.map(|(tp, sequence_parallel, pp, v, dp, micro_batch_size)| {
+            let run = Run {
+                llama,
+                sequence_parallel,
+                micro_batch_size,
+                dropout: 0.1,
+                ..Run::at(tp, dp).with_pipeline(pp, v)
+            };
+            (run.layout(), run.train(|_, _| Ok(())).expect("run").0)
+        });
+        for (layout, steps) in &runs[1..] {
+            for (a, b) in runs[0].1.iter().zip(steps) {
+                let at = format!("{layout}: {b:?} is not {a:?}");
+                assert!((a.lm_loss - b.lm_loss).abs() <= 1e-5, "{at}");
+                assert!((a.grad_norm / b.grad_norm - 1.0).abs() <= 1e-5, "{at}");
+            }
+        }
+        // And it is there: the first loss is not the one without it.
+        let plain = Run {
+            llama,
+            ..Run::at(1, 1)
+        };
+        let plain = plain.train(|_, _| Ok(())).expect("run").0;
+        assert!((plain[0].lm_loss - runs[0].1[0].lm_loss).abs() > 1e-3);
+    }
+}
+
+#[test]
 fn other_schedules_and_uneven_stages_train_alike() {
     let want = json("gpt_trajectory.json");
     let pipeline = Run::at(1, 1).with_pipeline(2, 1);

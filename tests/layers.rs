@@ -4,6 +4,7 @@ use burn::module::Module;
 use burn::nn::{LayerNormConfig as DenseLayerNormConfig, RmsNormConfig as DenseRmsNormConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_megatron::autograd::{GeluApproximation, RotaryTable, gelu, rotary_embedding, swiglu};
+use burn_megatron::dropout::PassContext;
 use burn_megatron::grads;
 use burn_megatron::layers::*;
 use burn_megatron::shard::{ParallelBuilder, ParamRecord, ShardedModel};
@@ -158,6 +159,8 @@ fn transformer() -> TransformerConfig {
         add_bias_linear: true,
         rotary: None,
         qk_layernorm: false,
+        hidden_dropout: 0.0,
+        attention_dropout: 0.0,
     }
 }
 
@@ -174,6 +177,8 @@ fn llama() -> TransformerConfig {
         }),
         qk_layernorm: true,
         num_attention_heads: 8,
+        hidden_dropout: 0.2,
+        attention_dropout: 0.3,
         ..transformer()
     }
 }
@@ -194,11 +199,15 @@ fn attention_mlp_and_layer_do_not_depend_on_tp() {
 
 fn compare_over_tp(config: &TransformerConfig) {
     let spec = LayerSpec::gpt();
+    let pass = PassContext {
+        training: true,
+        ..PassContext::evaluation()
+    };
     let attention = |tp| {
         run(
             tp,
             |b| SelfAttentionConfig::from(config).init(b),
-            |layer, x| layer.forward(x),
+            |layer, x| layer.forward(x, &pass),
         )
     };
     let mlp = |tp| {
@@ -208,7 +217,13 @@ fn compare_over_tp(config: &TransformerConfig) {
             |layer, x| layer.forward(x),
         )
     };
-    let layer = |tp| run(tp, |b| spec.layer(config, b), |layer, x| layer.forward(x));
+    let layer = |tp| {
+        run(
+            tp,
+            |b| spec.layer(config, b),
+            |layer, x| layer.forward(x, &pass),
+        )
+    };
     for tp in [2, 4] {
         assert_same(
             &attention(tp),

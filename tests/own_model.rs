@@ -46,7 +46,7 @@ impl Stage for TinyLm {
         32
     }
 
-    fn forward(&self, input: StageInput) -> Tensor<3> {
+    fn forward(&self, input: StageInput, _: &PassContext) -> Tensor<3> {
         let hidden = match (input, &self.words) {
             (StageInput::Tokens(tokens), Some(words)) => {
                 let [b, s] = tokens.dims();
@@ -162,7 +162,7 @@ struct OwnNorm {
 }
 
 impl Sublayer for OwnNorm {
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    fn forward(&self, x: Tensor<3>, _: &PassContext) -> Tensor<3> {
         let square = x.clone().powi_scalar(2).mean_dim(2);
         x / (square + 1e-5).sqrt() * self.scale.val().unsqueeze()
     }

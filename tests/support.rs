@@ -65,6 +65,8 @@ pub struct Run {
     pub masked: bool,
     pub per_token_loss: bool,
     pub erf_gelu: bool,
+    /// On hidden states and on the attention's probabilities.
+    pub dropout: f64,
 }
 
 impl Run {
@@ -85,6 +87,7 @@ impl Run {
             masked: false,
             per_token_loss: true,
             erf_gelu: false,
+            dropout: 0.0,
         }
     }
 
@@ -140,6 +143,8 @@ impl Run {
                 num_attention_heads: 4,
                 make_vocab_size_divisible_by: 1,
                 bias_gelu_fusion: !self.erf_gelu,
+                hidden_dropout: self.dropout,
+                attention_dropout: self.dropout,
                 ..base
             },
             parallel: ParallelConfig {

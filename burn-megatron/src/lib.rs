@@ -14,6 +14,7 @@ mod allocator;
 pub mod autograd;
 pub mod comm;
 pub mod data;
+pub mod dropout;
 mod error;
 pub mod grads;
 pub mod launch;

@@ -6,6 +6,7 @@ pub use crate::autograd::{
     scatter_to_tensor_parallel_region, vocab_parallel_cross_entropy,
 };
 pub use crate::comm::{CommRef, Communicator};
+pub use crate::dropout::PassContext;
 pub use crate::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
 pub use crate::layers::*;
 pub use crate::models::{Stage, StageInput};

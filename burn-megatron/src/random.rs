@@ -12,7 +12,7 @@
 
 use std::f64::consts::{FRAC_PI_2, LN_2, SQRT_2};
 
-/// Normals that one block of the generator gives.
+/// Words, or normals, that one block of the generator gives.
 const BLOCK: usize = 4;
 
 /// One block of Philox4x32 with ten rounds.
@@ -41,6 +41,34 @@ pub const fn stream_of(name: &str) -> u64 {
         i += 1;
     }
     hash
+}
+
+/// The stream of a few numbers: their bytes' 64-bit FNV-1a hash.
+pub fn stream_of_numbers<const N: usize>(numbers: [u64; N]) -> u64 {
+    let bytes = numbers.iter().flat_map(|n| n.to_le_bytes());
+    bytes.fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+    })
+}
+
+/// Calls `f(i, word)` with the random words from `start_index` on, for each `i` below `count`.
+pub fn for_each_word(
+    seed: u64,
+    stream: u64,
+    start_index: u64,
+    count: usize,
+    mut f: impl FnMut(usize, u32),
+) {
+    let mut i = 0;
+    while i < count {
+        let index = start_index + i as u64;
+        let block = philox_block(seed, stream, index / BLOCK as u64);
+        let skipped = (index % BLOCK as u64) as usize;
+        for word in &block[skipped..BLOCK.min(skipped + count - i)] {
+            f(i, *word);
+            i += 1;
+        }
+    }
 }
 
 /// Uniform number `index` of a stream, in (0, 1), of 53 random bits.

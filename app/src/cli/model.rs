@@ -61,6 +61,13 @@ pub struct ModelArgs {
     /// Normalise the queries and keys of each head
     #[arg(long)]
     qk_layernorm: bool,
+    /// Part of what attention, MLP and embeddings give that is dropped in training, the same elements
+    /// in every layout [default: 0]
+    #[arg(long, value_name = "P")]
+    hidden_dropout: Option<f64>,
+    /// Part of the attention's probabilities that is dropped in training [default: 0]
+    #[arg(long, value_name = "P")]
+    attention_dropout: Option<f64>,
     /// Longest sequence the learned positions reach, in tokens [default: the sequence length]
     #[arg(long, value_name = "N")]
     max_position_embeddings: Option<usize>,
@@ -104,6 +111,8 @@ impl ModelArgs {
         model.squared_relu |= self.squared_relu;
         model.disable_bias_linear |= self.disable_bias_linear;
         model.qk_layernorm |= self.qk_layernorm;
+        set(&mut model.hidden_dropout, &self.hidden_dropout);
+        set(&mut model.attention_dropout, &self.attention_dropout);
         set_some(
             &mut model.max_position_embeddings,
             &self.max_position_embeddings,

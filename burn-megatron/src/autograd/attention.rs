@@ -8,6 +8,7 @@
 //! product serves them all, and its transpose sums their gradients.
 
 use super::ParallelOps;
+use crate::dropout::AttentionDropout;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -25,49 +26,75 @@ const MASKED_SCORE: f64 = -10_000.0;
 ///   queries
 /// - `k`, `v`: `[n, s, d]`
 /// - output: `[n, r s, d]`
-pub fn causal_attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, scale: f64) -> Tensor<3> {
+pub fn causal_attention(
+    q: Tensor<3>,
+    k: Tensor<3>,
+    v: Tensor<3>,
+    options: AttentionOptions,
+) -> Tensor<3> {
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
-    Tensor::from_dispatch(Dispatch::causal_attention(q, k, v, scale))
+    Tensor::from_dispatch(Dispatch::causal_attention(q, k, v, options))
 }
 
-/// Returns the output and the probabilities `[n, r s, s]`.
+/// What the scores are multiplied by, and which probabilities are dropped.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionOptions {
+    pub scale: f64,
+    /// Its mask is made again in the backward, not kept.
+    pub dropout: Option<AttentionDropout>,
+}
+
+/// Returns the output and the probabilities `[n, r s, s]` before dropout.
 pub(super) fn forward<B: Backend>(
     q: FloatTensor<B>,
     k: FloatTensor<B>,
     v: FloatTensor<B>,
-    scale: f64,
+    options: AttentionOptions,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
     let (rows, s) = (q.shape()[1], k.shape()[1]);
     let device = q.device();
-    let scores = B::float_mul_scalar(B::float_matmul(q, B::float_transpose(k)), scale.into());
+    let scores = B::float_mul_scalar(
+        B::float_matmul(q, B::float_transpose(k)),
+        options.scale.into(),
+    );
     let later: Vec<bool> = (0..rows * s).map(|i| i % s > i / s % s).collect();
     let later = B::bool_from_data(TensorData::new(later, [1, rows, s]), &device);
     let later = B::bool_expand(later, scores.shape());
     let scores = B::float_mask_fill(scores, later, MASKED_SCORE.into());
     let probabilities = B::softmax(scores, 2);
-    (B::float_matmul(probabilities.clone(), v), probabilities)
+    let kept = dropped::<B>(probabilities.clone(), options.dropout);
+    (B::float_matmul(kept, v), probabilities)
+}
+
+/// `x [n, r s, s]` with the dropout's mask applied.
+fn dropped<B: Backend>(x: FloatTensor<B>, dropout: Option<AttentionDropout>) -> FloatTensor<B> {
+    let Some(dropout) = dropout else { return x };
+    let (n, s, device) = (x.shape()[0], x.shape()[2], x.device());
+    B::float_mul(x, B::float_from_data(dropout.factors(n, s), &device))
 }
 
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     q: FloatTensor<Autodiff<B, C>>,
     k: FloatTensor<Autodiff<B, C>>,
     v: FloatTensor<Autodiff<B, C>>,
-    scale: f64,
+    options: AttentionOptions,
 ) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct AttentionBackward;
 
     impl<B: ParallelOps> Backward<B, 3> for AttentionBackward {
-        /// `q`, `k`, `v`, the probabilities, and the scale.
-        type State = ([FloatTensor<B>; 3], FloatTensor<B>, f64);
+        /// `q`, `k`, `v`, the probabilities before dropout, and the options.
+        type State = ([FloatTensor<B>; 3], FloatTensor<B>, AttentionOptions);
 
-        /// With `P` the probabilities: `dV = Pᵀ dO`, `dP = dO Vᵀ`,
-        /// `dS = P ∘ (dP - rowsum(dP ∘ P)) · scale`, `dQ = dS K`, `dK = dSᵀ Q`.
+        /// With `P` the probabilities and `M` the dropout's mask: `dV = (P ∘ M)ᵀ dO`,
+        /// `dP = dO Vᵀ ∘ M`, `dS = P ∘ (dP - rowsum(dP ∘ P)) · scale`, `dQ = dS K`, `dK = dSᵀ Q`.
         fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ([q, k, v], p, scale) = ops.state;
+            let ([q, k, v], p, AttentionOptions { scale, dropout }) = ops.state;
             let d_out = grads.consume::<B>(&ops.node);
-            let dv = B::float_matmul(B::float_transpose(p.clone()), d_out.clone());
+            let kept = dropped::<B>(p.clone(), dropout);
+            let dv = B::float_matmul(B::float_transpose(kept), d_out.clone());
             let dp = B::float_matmul(d_out, B::float_transpose(v));
+            let dp = dropped::<B>(dp, dropout);
             let weighted = B::float_mul(dp, p.clone());
             let sums = B::float_sum_dim(weighted.clone(), 2);
             let ds = B::float_sub(weighted, B::float_mul(p, sums));
@@ -89,9 +116,9 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
         .stateful()
     {
         OpsKind::Tracked(prep) => {
-            let (out, p) = forward::<B>(q.clone(), k.clone(), v.clone(), scale);
-            prep.finish(([q, k, v], p, scale), out)
+            let (out, p) = forward::<B>(q.clone(), k.clone(), v.clone(), options);
+            prep.finish(([q, k, v], p, options), out)
         }
-        OpsKind::UnTracked(prep) => prep.finish(B::causal_attention(q, k, v, scale)),
+        OpsKind::UnTracked(prep) => prep.finish(B::causal_attention(q, k, v, options)),
     }
 }

@@ -16,7 +16,7 @@ mod rotary;
 mod seed;
 mod swiglu;
 
-pub use attention::causal_attention;
+pub use attention::{AttentionOptions, causal_attention};
 pub use collective::{Collective, CollectivePair};
 pub use cross_entropy::{VocabShard, vocab_parallel_cross_entropy};
 pub use gelu::{GeluApproximation, gelu};
@@ -79,9 +79,9 @@ pub trait ParallelOps: Backend {
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        scale: f64,
+        options: AttentionOptions,
     ) -> FloatTensor<Self> {
-        attention::forward::<Self>(q, k, v, scale).0
+        attention::forward::<Self>(q, k, v, options).0
     }
 
     /// Layer normalisation of `x [.., h]` with `weight` and `bias` `[h]`.
@@ -154,9 +154,9 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         v: FloatTensor<Self>,
-        scale: f64,
+        options: AttentionOptions,
     ) -> FloatTensor<Self> {
-        attention::autodiff::<B, C>(q, k, v, scale)
+        attention::autodiff::<B, C>(q, k, v, options)
     }
 
     fn layer_norm_with(

@@ -5,7 +5,8 @@ use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, Norm, NormConfig, Normalization,
     RotaryConfig, RotaryEmbedding, RowParallelLinear, RowParallelLinearConfig,
 };
-use crate::autograd::causal_attention;
+use crate::autograd::{AttentionOptions, causal_attention};
+use crate::dropout::{AttentionDropout, AttentionHeads, PassContext};
 use crate::shard::ParallelBuilder;
 use burn::module::Module;
 use burn::tensor::Tensor;
@@ -26,6 +27,8 @@ pub struct SelfAttentionConfig {
     /// Normalise each head's queries and keys.
     pub qk_layernorm: Option<Normalization>,
     pub layernorm_epsilon: f64,
+    /// Part of the probabilities that is dropped in training.
+    pub attention_dropout: f64,
     /// Standard deviation of the initial weights of queries, keys and values.
     pub init_std: f64,
     /// Standard deviation of the initial weights of the output projection.
@@ -43,6 +46,7 @@ impl From<&TransformerConfig> for SelfAttentionConfig {
             rotary: config.rotary,
             qk_layernorm: config.qk_layernorm.then_some(config.normalization),
             layernorm_epsilon: config.layernorm_epsilon,
+            attention_dropout: config.attention_dropout,
             init_std: config.init_method_std,
             output_init_std: config.output_init_std(),
         }
@@ -54,6 +58,7 @@ impl SelfAttentionConfig {
     pub fn init(&self, builder: &ParallelBuilder) -> SelfAttention {
         let (h, d) = (self.hidden_size, self.kv_channels);
         let (heads, groups) = (self.num_attention_heads, self.num_query_groups);
+        let local_groups = groups / builder.tp().size();
         let norm = || {
             let config = |kind| NormConfig {
                 kind,
@@ -75,8 +80,13 @@ impl SelfAttentionConfig {
                 .init(builder),
             q_layernorm: norm(),
             k_layernorm: norm(),
-            local_groups: groups / builder.tp().size(),
-            queries_per_group: heads / groups,
+            heads: AttentionHeads {
+                groups: local_groups,
+                first_group: builder.tp().rank() * local_groups,
+                queries_per_group: heads / groups,
+                num_attention_heads: heads,
+            },
+            dropout: self.attention_dropout,
             head_width: d,
             rotary: self.rotary.map(|config| config.init(d)),
         }
@@ -99,9 +109,9 @@ pub struct SelfAttention {
     /// Over the features of each head of keys.
     pub k_layernorm: Option<Norm>,
     #[module(skip)]
-    local_groups: usize,
+    heads: AttentionHeads,
     #[module(skip)]
-    queries_per_group: usize,
+    dropout: f64,
     #[module(skip)]
     head_width: usize,
     #[module(skip)]
@@ -110,12 +120,12 @@ pub struct SelfAttention {
 
 impl SelfAttention {
     /// `[s, b, h] -> [s, b, h]`, with `s/t` for `s` under sequence parallelism
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    pub fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3> {
         let (qkv, _) = self.linear_qkv.forward(x);
         let [s, b, _] = qkv.dims();
         let (groups, r, d) = (
-            b * self.local_groups,
-            self.queries_per_group,
+            b * self.heads.groups,
+            self.heads.queries_per_group,
             self.head_width,
         );
         let qkv = qkv.reshape([s, groups, (r + 2) * d]);
@@ -128,13 +138,16 @@ impl SelfAttention {
         let q = self.placed(heads(0, r), &self.q_layernorm);
         let k = self.placed(heads(r, 1), &self.k_layernorm);
         let v = heads(r + 1, 1);
-        let scale = 1.0 / (d as f64).sqrt();
-        let context = causal_attention(q.reshape([groups, r * s, d]), k, v, scale);
+        let options = AttentionOptions {
+            scale: 1.0 / (d as f64).sqrt(),
+            dropout: AttentionDropout::new(self.dropout, self.heads, context),
+        };
+        let context = causal_attention(q.reshape([groups, r * s, d]), k, v, options);
         // [b·g/t, r·s, d] -> [s, b, a/t · d]
         let context = context
             .reshape([groups * r, s, d])
             .swap_dims(0, 1)
-            .reshape([s, b, self.local_groups * r * d]);
+            .reshape([s, b, self.heads.groups * r * d]);
         self.linear_proj.forward(context).0
     }
 
@@ -152,7 +165,7 @@ impl SelfAttention {
 }
 
 impl Sublayer for SelfAttention {
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        SelfAttention::forward(self, x)
+    fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3> {
+        SelfAttention::forward(self, x, context)
     }
 }

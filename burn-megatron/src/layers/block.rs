@@ -4,6 +4,7 @@ use super::{
     Activation, Mlp, MlpConfig, Norm, NormConfig, Normalization, RotaryConfig, SelfAttention,
     SelfAttentionConfig,
 };
+use crate::dropout::{DropoutPlace, HiddenDropout, PassContext};
 use crate::shard::ParallelBuilder;
 use crate::topology::StageLayers;
 use burn::module::{Module, ModuleDisplay};
@@ -31,6 +32,10 @@ pub struct TransformerConfig {
     pub rotary: Option<RotaryConfig>,
     /// Normalise each head's queries and keys.
     pub qk_layernorm: bool,
+    /// Part of what attention, MLP and embeddings give that is dropped in training.
+    pub hidden_dropout: f64,
+    /// Part of the attention's probabilities that is dropped in training.
+    pub attention_dropout: f64,
 }
 
 impl TransformerConfig {
@@ -42,8 +47,8 @@ impl TransformerConfig {
 
 /// A part of a layer: `[s, b, h] -> [s, b, h]`.
 pub trait Sublayer: Module + ModuleDisplay {
-    /// Applies it.
-    fn forward(&self, x: Tensor<3>) -> Tensor<3>;
+    /// Applies it. `context` says which pass of the run it is, for a layer with dropout of its own.
+    fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3>;
 }
 
 /// Which modules a layer is built from. Replace a field, and its type, to change every layer.
@@ -90,6 +95,7 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> LayerSpec<N, A, M> {
             self_attention: (self.self_attention)(config, builder),
             pre_mlp_layernorm: (self.pre_mlp_layernorm)(config, builder),
             mlp: (self.mlp)(config, builder),
+            dropout: builder.hidden_dropout(config.hidden_dropout),
         }
     }
 
@@ -112,24 +118,27 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> LayerSpec<N, A, M> {
     }
 }
 
-/// `x + attention(norm(x))`, then `x + mlp(norm(x))`. Megatron's `transformer_layer.py`.
+/// `x + attention(norm(x))`, then `x + mlp(norm(x))`, with dropout on what is added. Megatron's `transformer_layer.py`.
 #[derive(Module, Debug)]
 pub struct TransformerLayer<N: Module, A: Module, M: Module> {
     pub input_layernorm: N,
     pub self_attention: A,
     pub pre_mlp_layernorm: N,
     pub mlp: M,
+    #[module(skip)]
+    dropout: HiddenDropout,
 }
 
 impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerLayer<N, A, M> {
     /// `[s, b, h] -> [s, b, h]`
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let attended = self
-            .self_attention
-            .forward(self.input_layernorm.forward(x.clone()));
-        let x = x + attended;
-        let fed = self.mlp.forward(self.pre_mlp_layernorm.forward(x.clone()));
-        x + fed
+    pub fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3> {
+        let normal = self.input_layernorm.forward(x.clone(), context);
+        let attended = self.self_attention.forward(normal, context);
+        let place = DropoutPlace::AttentionOutput;
+        let x = x + self.dropout.forward(attended, context, place);
+        let normal = self.pre_mlp_layernorm.forward(x.clone(), context);
+        let fed = self.mlp.forward(normal, context);
+        x + self.dropout.forward(fed, context, DropoutPlace::MlpOutput)
     }
 }
 
@@ -143,11 +152,14 @@ pub struct TransformerBlock<N: Module, A: Module, M: Module> {
 
 impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerBlock<N, A, M> {
     /// `[s, b, h] -> [s, b, h]`
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let layers = self.layers.iter().flatten();
-        let x = layers.fold(x, |x, layer| layer.forward(x));
+    pub fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3> {
+        let layers = (1..).zip(&self.layers);
+        let here = layers.filter_map(|(number, layer)| Some((number, layer.as_ref()?)));
+        let x = here.fold(x, |x, (number, layer)| {
+            layer.forward(x, &context.in_layer(number))
+        });
         match &self.final_layernorm {
-            Some(norm) => norm.forward(x),
+            Some(norm) => norm.forward(x, context),
             None => x,
         }
     }

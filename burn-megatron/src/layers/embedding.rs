@@ -109,10 +109,7 @@ impl PositionEmbeddingConfig {
     pub fn init(&self, builder: &ParallelBuilder) -> PositionEmbedding {
         let shape = [self.max_position_embeddings, self.hidden_size];
         let init = Init::Normal { std: self.init_std };
-        let (part, parts) = match builder.sequence_parallel() {
-            true => (builder.tp().rank(), builder.tp().size()),
-            false => (0, 1),
-        };
+        let (part, parts) = builder.sequence_part();
         PositionEmbedding {
             weight: builder.param(ParamSpec::replicated(shape, init)),
             part,

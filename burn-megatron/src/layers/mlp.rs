@@ -5,6 +5,7 @@ use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, RowParallelLinear, RowParallelLinearConfig,
 };
 use crate::autograd::{GeluApproximation, gelu, swiglu};
+use crate::dropout::PassContext;
 use crate::shard::ParallelBuilder;
 use burn::module::Module;
 use burn::tensor::Tensor;
@@ -109,7 +110,7 @@ impl Mlp {
 }
 
 impl Sublayer for Mlp {
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    fn forward(&self, x: Tensor<3>, _: &PassContext) -> Tensor<3> {
         Mlp::forward(self, x)
     }
 }

@@ -2,6 +2,7 @@
 
 use super::block::Sublayer;
 use crate::autograd::{layer_norm, rms_norm};
+use crate::dropout::PassContext;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
 use burn::config::Config;
 use burn::module::{Module, Param};
@@ -54,7 +55,7 @@ impl LayerNorm {
 }
 
 impl Sublayer for LayerNorm {
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    fn forward(&self, x: Tensor<3>, _: &PassContext) -> Tensor<3> {
         LayerNorm::forward(self, x)
     }
 }
@@ -99,7 +100,7 @@ impl RmsNorm {
 }
 
 impl Sublayer for RmsNorm {
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    fn forward(&self, x: Tensor<3>, _: &PassContext) -> Tensor<3> {
         RmsNorm::forward(self, x)
     }
 }
@@ -161,7 +162,7 @@ impl Norm {
 }
 
 impl Sublayer for Norm {
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    fn forward(&self, x: Tensor<3>, _: &PassContext) -> Tensor<3> {
         Norm::forward(self, x)
     }
 }

@@ -6,6 +6,7 @@ use crate::autograd::{
     GeluApproximation, VocabShard, copy_to_tensor_parallel_region,
     gather_from_tensor_parallel_region, gathered_linear, linear, vocab_parallel_cross_entropy,
 };
+use crate::dropout::{DropoutPlace, HiddenDropout, PassContext};
 use crate::layers::{
     Activation, ColumnParallelLinear, ColumnParallelLinearConfig, LayerSpec, Mlp, Norm,
     Normalization, PositionEmbedding, PositionEmbeddingConfig, RotaryConfig, SelfAttention,
@@ -63,6 +64,10 @@ pub struct GptConfig {
     pub disable_bias_linear: bool,
     /// Normalise each head's queries and keys.
     pub qk_layernorm: bool,
+    /// Part of what attention, MLP and embeddings give that is dropped in training.
+    pub hidden_dropout: f64,
+    /// Part of the attention's probabilities that is dropped in training.
+    pub attention_dropout: f64,
     /// Rows of the position table; the sequence length where not given.
     pub max_position_embeddings: Option<usize>,
     pub layernorm_epsilon: f64,
@@ -96,6 +101,8 @@ impl Default for GptConfig {
             squared_relu: false,
             disable_bias_linear: false,
             qk_layernorm: false,
+            hidden_dropout: 0.0,
+            attention_dropout: 0.0,
             max_position_embeddings: None,
             layernorm_epsilon: 1e-5,
             init_method_std: crate::layers::DEFAULT_INIT_STD,
@@ -166,6 +173,15 @@ impl GptConfig {
         if self.kv_channels == Some(0) {
             violations.push(Violation::new("kv_channels must be at least 1", ["64"]));
         }
+        for (name, p) in [
+            ("hidden_dropout", self.hidden_dropout),
+            ("attention_dropout", self.attention_dropout),
+        ] {
+            if !(0.0..1.0).contains(&p) {
+                let rule = format!("{name} is {p}, but must be at least 0 and below 1");
+                violations.push(Violation::new(rule, ["0.1"]));
+            }
+        }
         let Some(rotary) = self.rotary() else {
             if self.use_rope_scaling {
                 let rule = "use_rope_scaling needs position_embedding_type rope";
@@ -214,6 +230,8 @@ impl GptConfig {
             add_bias_linear: !self.disable_bias_linear,
             rotary: self.rotary(),
             qk_layernorm: self.qk_layernorm,
+            hidden_dropout: self.hidden_dropout,
+            attention_dropout: self.attention_dropout,
         }
     }
 }
@@ -273,6 +291,7 @@ impl GptModelConfig {
             output_layer: (!tied && stage.is_last()).then(output_layer),
             vocab: VocabShard::new(self.vocab_size, self.padded_vocab_size, builder.tp()),
             sequence_parallel: builder.sequence_parallel(),
+            dropout: builder.hidden_dropout(self.transformer.hidden_dropout),
             hidden_size: h,
             max_position_embeddings: self.max_position_embeddings,
         }
@@ -372,6 +391,8 @@ pub struct GptModel<N: Module = Norm, A: Module = SelfAttention, M: Module = Mlp
     #[module(skip)]
     sequence_parallel: bool,
     #[module(skip)]
+    dropout: HiddenDropout,
+    #[module(skip)]
     hidden_size: usize,
     #[module(skip)]
     max_position_embeddings: usize,
@@ -425,13 +446,16 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Stage for GptModel<N, A, M> {
         self.hidden_size
     }
 
-    fn forward(&self, input: StageInput) -> Tensor<3> {
+    fn forward(&self, input: StageInput, context: &PassContext) -> Tensor<3> {
         let hidden = match (input, &self.embedding) {
             (StageInput::Hidden(hidden), _) => hidden,
-            (StageInput::Tokens(tokens), Some(embedding)) => embedding.forward(tokens),
+            (StageInput::Tokens(tokens), Some(embedding)) => {
+                let sum = embedding.forward(tokens);
+                self.dropout.forward(sum, context, DropoutPlace::Embedding)
+            }
             (StageInput::Tokens(_), None) => panic!("only the first pipeline stage takes tokens"),
         };
-        self.decoder.forward(hidden)
+        self.decoder.forward(hidden, context)
     }
 
     fn loss(&self, hidden: Tensor<3>, labels: Tensor<2, Int>) -> Tensor<2> {

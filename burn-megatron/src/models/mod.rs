@@ -2,6 +2,7 @@
 
 pub mod gpt;
 
+use crate::dropout::PassContext;
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
@@ -27,7 +28,9 @@ pub trait Stage: Module {
     /// # Shapes
     /// - input: the first stage gets tokens, every other the output of the stage before it
     /// - output: `[s, b, h]`
-    fn forward(&self, input: StageInput) -> Tensor<3>;
+    ///
+    /// `context` says which pass of the run it is: hand it to layers with dropout.
+    fn forward(&self, input: StageInput, context: &PassContext) -> Tensor<3>;
 
     /// The loss of every token, before any mask. Called on the last stage alone.
     ///

@@ -2,6 +2,7 @@
 
 use super::{Init, ParamSpec, Sharding};
 use crate::comm::CommRef;
+use crate::dropout::HiddenDropout;
 use crate::launch::RankContext;
 use burn::module::{Param, ParamId};
 use burn::tensor::{Device, Tensor};
@@ -73,6 +74,20 @@ impl ParallelBuilder {
         let mut specs = self.specs.lock().unwrap_or_else(PoisonError::into_inner);
         specs.insert(param.id, spec);
         param
+    }
+
+    /// Dropout of `p` on what layers pass on: `[s, b, h]`, or the rank's positions of it.
+    pub fn hidden_dropout(&self, p: f64) -> HiddenDropout {
+        let (part, parts) = self.sequence_part();
+        HiddenDropout { p, part, parts }
+    }
+
+    /// Which part of the sequence this rank has between the tensor-parallel regions, of how many.
+    pub fn sequence_part(&self) -> (usize, usize) {
+        match self.sequence_parallel {
+            true => (self.tp().rank(), self.tp().size()),
+            false => (0, 1),
+        }
     }
 
     /// The record of a parameter that is split along `dim` over the tensor-parallel group.

@@ -249,6 +249,7 @@ impl ResolvedConfig {
             optimizer: self.config.optimizer.clone(),
             batch: self.config.batch,
             vocab_size: self.config.vocab_size,
+            seed: self.config.seed,
             calculate_per_token_loss: self.config.calculate_per_token_loss,
             pipeline_schedule: Some(self.layout.pipeline_schedule),
             microbatch_group_size_per_virtual_pipeline_stage: self.layout.group_size,
@@ -264,6 +265,8 @@ pub struct TrainerConfig {
     pub batch: BatchConfig,
     /// Tokens are checked against it.
     pub vocab_size: usize,
+    /// Of the dropout's masks.
+    pub seed: u64,
     pub calculate_per_token_loss: bool,
     /// `1f1b` where not given, `interleaved` for several chunks on each rank.
     pub pipeline_schedule: Option<PipelineSchedule>,
@@ -289,6 +292,7 @@ impl TrainerConfig {
             optimizer,
             batch,
             vocab_size,
+            seed: 1234,
             calculate_per_token_loss: true,
             pipeline_schedule: None,
             microbatch_group_size_per_virtual_pipeline_stage: None,

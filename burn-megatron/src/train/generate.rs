@@ -2,6 +2,7 @@
 
 use super::Trainer;
 use super::passes::{hidden_data, to_bytes};
+use crate::dropout::PassContext;
 use crate::error::Result;
 use crate::layers::Sublayer;
 use crate::models::gpt::GptModel;
@@ -81,7 +82,7 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
                 let bytes = pp.receive(bytes, (rank + ranks - 1) % ranks)?;
                 StageInput::Hidden(Tensor::from_data(hidden_data(bytes, shape), &device))
             };
-            let hidden = chunk.forward(input);
+            let hidden = chunk.forward(input, &PassContext::evaluation());
             if stage + 1 == stages {
                 let logits = chunk.next_token_logits(hidden, seen.len() - 1).into_data();
                 return Ok(Some(logits.try_into_vec::<f32>().expect("f32 logits")));

@@ -2,6 +2,7 @@
 
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use crate::autograd::BackwardSeed;
+use crate::dropout::PassContext;
 use crate::error::Result;
 use crate::models::{Stage, StageInput};
 use crate::pipeline::Work;
@@ -18,6 +19,10 @@ pub(super) struct Step<'a> {
     /// Empty on the stages between the first and the last.
     pub microbatches: &'a [MicroBatch],
     pub device: &'a Device,
+    /// Of the first microbatch.
+    pub context: PassContext,
+    /// From one microbatch's first sample to the next's, in the global batch.
+    pub samples_apart: u64,
     pub calculate_per_token_loss: bool,
 }
 
@@ -199,13 +204,19 @@ impl Step<'_> {
         microbatch: usize,
         hidden: Option<Tensor<3>>,
     ) -> Tensor<3> {
-        chunk.forward(match hidden {
+        let first_sample = self.context.first_sample + microbatch as u64 * self.samples_apart;
+        let context = PassContext {
+            first_sample,
+            ..self.context
+        };
+        let input = match hidden {
             Some(hidden) => StageInput::Hidden(hidden),
             None => {
                 let microbatch = &self.microbatches[microbatch];
                 StageInput::Tokens(self.shape.inputs(microbatch, self.device))
             }
-        })
+        };
+        chunk.forward(input, &context)
     }
 
     /// The loss, and what its backward starts from.

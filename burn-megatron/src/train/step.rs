@@ -3,6 +3,7 @@
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use super::passes::{ForwardPasses, Passes, Step};
 use super::{ResolvedConfig, TrainerConfig};
+use crate::dropout::PassContext;
 use crate::error::{Error, Result, Violation};
 use crate::grads;
 use crate::launch::RankContext;
@@ -144,7 +145,7 @@ impl<M: Stage> Trainer<M> {
     pub fn train_step(&mut self, microbatches: &[MicroBatch]) -> Result<StepOutput> {
         let groups = &self.context.groups;
         let microbatches = self.take(microbatches)?;
-        let step = self.step(&microbatches, &self.context.device);
+        let step = self.step(&microbatches, &self.context.device, true);
         self.gradients.fill(0.0);
         let mut passes = Passes::new(step, &self.model, &mut self.gradients);
         let clock = self.context.clock;
@@ -195,7 +196,7 @@ impl<M: Stage> Trainer<M> {
         let microbatches = self.take(microbatches)?;
         let chunks: Vec<M> = self.model.chunks().iter().map(Module::valid).collect();
         let device = self.context.device.clone().inner();
-        let mut passes = ForwardPasses::new(self.step(&microbatches, &device), &chunks);
+        let mut passes = ForwardPasses::new(self.step(&microbatches, &device, false), &chunks);
         pipeline::execute(
             &self.evaluation,
             &*groups.pp.comm,
@@ -256,12 +257,27 @@ impl<M: Stage> Trainer<M> {
         }
     }
 
-    fn step<'a>(&self, microbatches: &'a [MicroBatch], device: &'a Device) -> Step<'a> {
+    fn step<'a>(
+        &self,
+        microbatches: &'a [MicroBatch],
+        device: &'a Device,
+        training: bool,
+    ) -> Step<'a> {
+        let dp = &self.context.groups.dp.comm;
+        let samples = self.config.batch.micro_batch_size;
         Step {
             pipeline: *self.schedule.shape(),
             shape: self.shape(),
             microbatches,
             device,
+            context: PassContext {
+                training,
+                seed: self.config.seed,
+                step: self.iteration as u64,
+                first_sample: (dp.rank() * samples) as u64,
+                layer: 0,
+            },
+            samples_apart: (dp.size() * samples) as u64,
             calculate_per_token_loss: self.config.calculate_per_token_loss,
         }
     }
