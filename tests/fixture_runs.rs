@@ -1,5 +1,6 @@
 //! The eight steps that Megatron-LM itself ran (`fixtures/README.md`), at our layouts.
 
+use burn_megatron::layers::RecomputeGranularity;
 use burn_megatron::shard::Sharding;
 use burn_megatron::topology::PipelineSchedule;
 use burn_megatron::train::StepOutput;
@@ -179,6 +180,26 @@ fn dropout_is_the_same_at_every_layout() {
         };
         let plain = plain.train(|_, _| Ok(())).expect("run").0;
         assert!((plain[0].lm_loss - runs[0].1[0].lm_loss).abs() > 1e-3);
+    }
+}
+
+#[test]
+fn recomputing_the_attention_core_changes_no_bit() {
+    for (llama, tp, sequence_parallel, pp) in [(false, 1, false, 1), (true, 2, true, 2)] {
+        let run = |recompute| {
+            let run = Run {
+                llama,
+                sequence_parallel,
+                dropout: 0.1,
+                recompute,
+                ..Run::at(tp, 1).with_pipeline(pp, 1)
+            };
+            let (steps, weights) = run
+                .train(|_, trainer| Ok(trainer.model().values()))
+                .expect("run");
+            (steps, weights)
+        };
+        assert_eq!(run(Some(RecomputeGranularity::Selective)), run(None));
     }
 }
 

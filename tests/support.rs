@@ -5,6 +5,7 @@ pub mod sleeping;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_megatron::Result;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
+use burn_megatron::layers::RecomputeGranularity;
 use burn_megatron::models::gpt::GptConfig;
 use burn_megatron::optim::{LrDecayStyle, OptimizerConfig};
 use burn_megatron::random;
@@ -67,6 +68,7 @@ pub struct Run {
     pub erf_gelu: bool,
     /// On hidden states and on the attention's probabilities.
     pub dropout: f64,
+    pub recompute: Option<RecomputeGranularity>,
 }
 
 impl Run {
@@ -88,6 +90,7 @@ impl Run {
             per_token_loss: true,
             erf_gelu: false,
             dropout: 0.0,
+            recompute: None,
         }
     }
 
@@ -145,6 +148,7 @@ impl Run {
                 bias_gelu_fusion: !self.erf_gelu,
                 hidden_dropout: self.dropout,
                 attention_dropout: self.dropout,
+                recompute_granularity: self.recompute,
                 ..base
             },
             parallel: ParallelConfig {

@@ -1,7 +1,7 @@
 //! Flags of the model and of how it is split over ranks.
 
 use super::{by_name, set, set_some};
-use burn_megatron::layers::Normalization;
+use burn_megatron::layers::{Normalization, RecomputeGranularity};
 use burn_megatron::models::gpt::{GptConfig, PositionEmbeddingType};
 use burn_megatron::topology::{ParallelConfig, PipelineSchedule};
 use clap::Args;
@@ -68,6 +68,10 @@ pub struct ModelArgs {
     /// Part of the attention's probabilities that is dropped in training [default: 0]
     #[arg(long, value_name = "P")]
     attention_dropout: Option<f64>,
+    /// Compute again in the backward instead of keeping, for less memory: selective (the attention's
+    /// probabilities) [default: nothing]
+    #[arg(long, value_name = "NAME", value_parser = by_name::<RecomputeGranularity>)]
+    recompute_granularity: Option<RecomputeGranularity>,
     /// Longest sequence the learned positions reach, in tokens [default: the sequence length]
     #[arg(long, value_name = "N")]
     max_position_embeddings: Option<usize>,
@@ -113,6 +117,10 @@ impl ModelArgs {
         model.qk_layernorm |= self.qk_layernorm;
         set(&mut model.hidden_dropout, &self.hidden_dropout);
         set(&mut model.attention_dropout, &self.attention_dropout);
+        set_some(
+            &mut model.recompute_granularity,
+            &self.recompute_granularity,
+        );
         set_some(
             &mut model.max_position_embeddings,
             &self.max_position_embeddings,

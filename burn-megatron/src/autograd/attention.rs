@@ -1,8 +1,8 @@
 //! The core of causal attention, with its backward: `softmax(Q Kᵀ · scale, masked) V`.
 //!
 //! Shapes: `n` heads of keys and values of all samples, `r` query heads for each, `s` sequence, `d` head
-//! width. Megatron's `transformer/dot_product_attention.py`; saved for the backward: `q`, `k`, `v` and
-//! the probabilities `[n, r s, s]`.
+//! width. Megatron's `transformer/dot_product_attention.py`; saved for the backward: `q`, `k`, `v` and,
+//! unless they are recomputed, the probabilities `[n, r s, s]`.
 //!
 //! The query heads that share a head of keys and values stand one below the other in one matrix: one
 //! product serves them all, and its transpose sums their gradients.
@@ -42,6 +42,9 @@ pub struct AttentionOptions {
     pub scale: f64,
     /// Its mask is made again in the backward, not kept.
     pub dropout: Option<AttentionDropout>,
+    /// Make the probabilities again in the backward instead of keeping them: `n r s²` values less, for
+    /// one more product and softmax. (Korthikanti et al. 2022, section 5.)
+    pub recompute: bool,
 }
 
 /// Returns the output and the probabilities `[n, r s, s]` before dropout.
@@ -51,19 +54,20 @@ pub(super) fn forward<B: Backend>(
     v: FloatTensor<B>,
     options: AttentionOptions,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
+    let probabilities = probabilities::<B>(q, k, options.scale);
+    let kept = dropped::<B>(probabilities.clone(), options.dropout);
+    (B::float_matmul(kept, v), probabilities)
+}
+
+fn probabilities<B: Backend>(q: FloatTensor<B>, k: FloatTensor<B>, scale: f64) -> FloatTensor<B> {
     let (rows, s) = (q.shape()[1], k.shape()[1]);
     let device = q.device();
-    let scores = B::float_mul_scalar(
-        B::float_matmul(q, B::float_transpose(k)),
-        options.scale.into(),
-    );
+    let scores = B::float_mul_scalar(B::float_matmul(q, B::float_transpose(k)), scale.into());
     let later: Vec<bool> = (0..rows * s).map(|i| i % s > i / s % s).collect();
     let later = B::bool_from_data(TensorData::new(later, [1, rows, s]), &device);
     let later = B::bool_expand(later, scores.shape());
     let scores = B::float_mask_fill(scores, later, MASKED_SCORE.into());
-    let probabilities = B::softmax(scores, 2);
-    let kept = dropped::<B>(probabilities.clone(), options.dropout);
-    (B::float_matmul(kept, v), probabilities)
+    B::softmax(scores, 2)
 }
 
 /// `x [n, r s, s]` with the dropout's mask applied.
@@ -83,13 +87,20 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     struct AttentionBackward;
 
     impl<B: ParallelOps> Backward<B, 3> for AttentionBackward {
-        /// `q`, `k`, `v`, the probabilities before dropout, and the options.
-        type State = ([FloatTensor<B>; 3], FloatTensor<B>, AttentionOptions);
+        /// `q`, `k`, `v`, the probabilities before dropout unless they are to be made again, and the
+        /// options.
+        type State = (
+            [FloatTensor<B>; 3],
+            Option<FloatTensor<B>>,
+            AttentionOptions,
+        );
 
         /// With `P` the probabilities and `M` the dropout's mask: `dV = (P ∘ M)ᵀ dO`,
         /// `dP = dO Vᵀ ∘ M`, `dS = P ∘ (dP - rowsum(dP ∘ P)) · scale`, `dQ = dS K`, `dK = dSᵀ Q`.
         fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ([q, k, v], p, AttentionOptions { scale, dropout }) = ops.state;
+            let ([q, k, v], p, options) = ops.state;
+            let AttentionOptions { scale, dropout, .. } = options;
+            let p = p.unwrap_or_else(|| probabilities::<B>(q.clone(), k.clone(), scale));
             let d_out = grads.consume::<B>(&ops.node);
             let kept = dropped::<B>(p.clone(), dropout);
             let dv = B::float_matmul(B::float_transpose(kept), d_out.clone());
@@ -117,7 +128,8 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     {
         OpsKind::Tracked(prep) => {
             let (out, p) = forward::<B>(q.clone(), k.clone(), v.clone(), options);
-            prep.finish(([q, k, v], p, options), out)
+            let kept = (!options.recompute).then_some(p);
+            prep.finish(([q, k, v], kept, options), out)
         }
         OpsKind::UnTracked(prep) => prep.finish(B::causal_attention(q, k, v, options)),
     }

@@ -1,6 +1,6 @@
 //! Causal multi-head self-attention, its heads split over the tensor-parallel ranks.
 
-use super::block::{Sublayer, TransformerConfig};
+use super::block::{RecomputeGranularity, Sublayer, TransformerConfig};
 use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, Norm, NormConfig, Normalization,
     RotaryConfig, RotaryEmbedding, RowParallelLinear, RowParallelLinearConfig,
@@ -29,6 +29,8 @@ pub struct SelfAttentionConfig {
     pub layernorm_epsilon: f64,
     /// Part of the probabilities that is dropped in training.
     pub attention_dropout: f64,
+    /// Make the probabilities again in the backward instead of keeping them.
+    pub recompute: bool,
     /// Standard deviation of the initial weights of queries, keys and values.
     pub init_std: f64,
     /// Standard deviation of the initial weights of the output projection.
@@ -47,6 +49,7 @@ impl From<&TransformerConfig> for SelfAttentionConfig {
             qk_layernorm: config.qk_layernorm.then_some(config.normalization),
             layernorm_epsilon: config.layernorm_epsilon,
             attention_dropout: config.attention_dropout,
+            recompute: config.recompute_granularity == Some(RecomputeGranularity::Selective),
             init_std: config.init_method_std,
             output_init_std: config.output_init_std(),
         }
@@ -87,6 +90,7 @@ impl SelfAttentionConfig {
                 num_attention_heads: heads,
             },
             dropout: self.attention_dropout,
+            recompute: self.recompute,
             head_width: d,
             rotary: self.rotary.map(|config| config.init(d)),
         }
@@ -112,6 +116,8 @@ pub struct SelfAttention {
     heads: AttentionHeads,
     #[module(skip)]
     dropout: f64,
+    #[module(skip)]
+    recompute: bool,
     #[module(skip)]
     head_width: usize,
     #[module(skip)]
@@ -141,6 +147,7 @@ impl SelfAttention {
         let options = AttentionOptions {
             scale: 1.0 / (d as f64).sqrt(),
             dropout: AttentionDropout::new(self.dropout, self.heads, context),
+            recompute: self.recompute,
         };
         let context = causal_attention(q.reshape([groups, r * s, d]), k, v, options);
         // [b·g/t, r·s, d] -> [s, b, a/t · d]

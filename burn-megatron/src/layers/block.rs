@@ -9,6 +9,7 @@ use crate::shard::ParallelBuilder;
 use crate::topology::StageLayers;
 use burn::module::{Module, ModuleDisplay};
 use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
 /// What the layers of one transformer have in common.
 #[derive(Debug, Clone)]
@@ -36,6 +37,16 @@ pub struct TransformerConfig {
     pub hidden_dropout: f64,
     /// Part of the attention's probabilities that is dropped in training.
     pub attention_dropout: f64,
+    /// What the backward computes again instead of keeping; nothing where not given.
+    pub recompute_granularity: Option<RecomputeGranularity>,
+}
+
+/// What the backward computes again, under Megatron's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RecomputeGranularity {
+    /// The attention core: its probabilities and their dropout.
+    Selective,
 }
 
 impl TransformerConfig {

@@ -13,7 +13,10 @@ mod rotary;
 mod row_parallel;
 
 pub use attention::{SelfAttention, SelfAttentionConfig};
-pub use block::{LayerSpec, Sublayer, TransformerBlock, TransformerConfig, TransformerLayer};
+pub use block::{
+    LayerSpec, RecomputeGranularity, Sublayer, TransformerBlock, TransformerConfig,
+    TransformerLayer,
+};
 pub use column_parallel::{ColumnParallelLinear, ColumnParallelLinearConfig};
 pub use embedding::{
     PositionEmbedding, PositionEmbeddingConfig, VocabParallelEmbedding,

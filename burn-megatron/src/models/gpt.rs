@@ -9,8 +9,8 @@ use crate::autograd::{
 use crate::dropout::{DropoutPlace, HiddenDropout, PassContext};
 use crate::layers::{
     Activation, ColumnParallelLinear, ColumnParallelLinearConfig, LayerSpec, Mlp, Norm,
-    Normalization, PositionEmbedding, PositionEmbeddingConfig, RotaryConfig, SelfAttention,
-    Sublayer, TransformerBlock, TransformerConfig, VocabParallelEmbedding,
+    Normalization, PositionEmbedding, PositionEmbeddingConfig, RecomputeGranularity, RotaryConfig,
+    SelfAttention, Sublayer, TransformerBlock, TransformerConfig, VocabParallelEmbedding,
     VocabParallelEmbeddingConfig,
 };
 use crate::shard::ParallelBuilder;
@@ -68,6 +68,8 @@ pub struct GptConfig {
     pub hidden_dropout: f64,
     /// Part of the attention's probabilities that is dropped in training.
     pub attention_dropout: f64,
+    /// What the backward computes again instead of keeping; nothing where not given.
+    pub recompute_granularity: Option<RecomputeGranularity>,
     /// Rows of the position table; the sequence length where not given.
     pub max_position_embeddings: Option<usize>,
     pub layernorm_epsilon: f64,
@@ -103,6 +105,7 @@ impl Default for GptConfig {
             qk_layernorm: false,
             hidden_dropout: 0.0,
             attention_dropout: 0.0,
+            recompute_granularity: None,
             max_position_embeddings: None,
             layernorm_epsilon: 1e-5,
             init_method_std: crate::layers::DEFAULT_INIT_STD,
@@ -232,6 +235,7 @@ impl GptConfig {
             qk_layernorm: self.qk_layernorm,
             hidden_dropout: self.hidden_dropout,
             attention_dropout: self.attention_dropout,
+            recompute_granularity: self.recompute_granularity,
         }
     }
 }
