@@ -31,7 +31,6 @@ pub fn lines(planned: &Planned) -> String {
         1 => ("m", m.to_string(), "micro batches"),
         _ => ("(v*m)", format!("({v}*{m})"), "micro batches of a chunk"),
     };
-    let formula = (p - 1) as f64 / (v * m) as f64;
     let ranks = match p {
         1 => String::from("rank 0"),
         _ => format!("ranks 0 to {}", p - 1),
@@ -47,7 +46,7 @@ pub fn lines(planned: &Planned) -> String {
          messages   {messages} sent by {ranks}\n",
         percent(timeline.bubble()),
         p - 1,
-        percent(formula),
+        percent(shape.equal_bubble()),
         m * v,
         short(timeline.makespan()),
         short(ideal),

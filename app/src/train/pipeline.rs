@@ -4,8 +4,9 @@ use super::plan::Plan;
 use super::strategy::Ended;
 use crate::error::{Failure, Result};
 use crate::schedule::chrome::{self, Track};
+use crate::schedule::numbers::percent;
 use burn_megatron::pipeline::{Durations, Schedule, Timeline, simulate};
-use burn_megatron::topology::{Axis, PipelineShape};
+use burn_megatron::topology::Axis;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -56,17 +57,12 @@ pub fn planned(plan: &Plan) -> Option<String> {
     });
     let held = list(&|rank| schedule.max_in_flight(rank).to_string());
     Some(format!(
-        "{}, layers of each rank {layers}; {} micro batches a step, at most {held} in flight; bubble \
-         {:.1}% with equal stages",
+        "{}, layers of each rank {layers}; {} micro batches a step, at most {held} in flight; bubble {} \
+         with equal stages",
         layout.pipeline_schedule,
         shape.microbatches,
-        100.0 * equal_bubble(shape)
+        percent(shape.equal_bubble())
     ))
-}
-
-/// The bubble of equal stages, in parts of their computing time.
-fn equal_bubble(shape: &PipelineShape) -> f64 {
-    (shape.ranks - 1) as f64 / (shape.virtual_stages * shape.microbatches) as f64
 }
 
 /// The bubble of the first replica's last step in one line, where there is a pipeline.
@@ -79,11 +75,11 @@ pub fn line(plan: &Plan, ended: &Ended) -> Option<String> {
     let all = measured(plan, ended, &schedule);
     let first = all.first()?;
     Some(format!(
-        "bubble of the last step {:.1}% of its computing time ({:.1}% simulated from its passes, {:.1}% \
-         with equal stages)",
-        100.0 * first.timeline.bubble(),
-        100.0 * first.simulated.bubble(),
-        100.0 * equal_bubble(&shape)
+        "bubble of the last step {} of its computing time ({} simulated from its passes, {} with equal \
+         stages)",
+        percent(first.timeline.bubble()),
+        percent(first.simulated.bubble()),
+        percent(shape.equal_bubble())
     ))
 }
 
@@ -95,30 +91,23 @@ pub fn write_trace(plan: &Plan, ended: &Ended, path: &Path) -> Result<()> {
     let schedule = plan.resolved.pipeline_schedule();
     let shape = schedule.shape();
     let all = measured(plan, ended, &schedule);
-    let track = |measured: &'_ Measured, name: &str| {
-        let rank_name = |rank: &usize| format!("rank {rank}");
-        let first = measured.ranks.first().copied().unwrap_or_default();
-        (
-            format!("{name}, pipeline of rank {first}"),
-            measured.ranks.iter().map(rank_name).collect::<Vec<_>>(),
-        )
+    let track = |name: &str, one: &Measured, timeline| Track {
+        name: format!("{name}, pipeline of rank {}", one.ranks[0]),
+        timeline,
+        shape,
+        rank_names: one
+            .ranks
+            .iter()
+            .map(|rank| format!("rank {rank}"))
+            .collect(),
+        micros_per_unit: 1e6,
     };
     let tracks: Vec<Track<'_>> = (all.iter())
         .flat_map(|one| {
             [
-                ("measured", one, &one.timeline),
-                ("simulated", one, &one.simulated),
+                track("measured", one, &one.timeline),
+                track("simulated", one, &one.simulated),
             ]
-        })
-        .map(|(name, one, timeline)| {
-            let (name, rank_names) = track(one, name);
-            Track {
-                name,
-                timeline,
-                shape,
-                rank_names,
-                micros_per_unit: 1e6,
-            }
         })
         .collect();
     let bubbles = |of: fn(&Measured) -> &Timeline| -> Value {

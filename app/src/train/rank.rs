@@ -8,9 +8,9 @@ use burn::train::Interrupter;
 use burn_megatron::Result;
 use burn_megatron::comm::counted::{Account, Collective};
 use burn_megatron::comm::{Communicator, ReduceOp};
-use burn_megatron::launch::{ProcessGroups, RankContext};
+use burn_megatron::launch::{ProcessGroup, ProcessGroups, RankContext};
 use burn_megatron::pipeline::Span;
-use burn_megatron::train::{MicroBatch, Trainer};
+use burn_megatron::train::{MicroBatch, StepVolume, StepVolumes, Trainer};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -28,48 +28,61 @@ pub struct RankEnd {
     pub spans: Vec<Span>,
 }
 
-/// What this rank's communication took over all steps, waiting for slower ranks included.
-#[derive(Debug, Default, Clone, Copy)]
-pub struct Communication {
-    /// All-reduces over the tensor-parallel group.
-    pub tp: Account,
-    /// All-gathers over the tensor-parallel group.
-    pub tp_gather: Account,
-    /// Reduce-scatters over the tensor-parallel group.
-    pub tp_scatter: Account,
-    /// Broadcasts of the data over the tensor-parallel group.
-    pub tp_data: Account,
-    /// All-reduces over the data-parallel group.
-    pub dp: Account,
-    /// Sends to the neighbouring stages.
-    pub pp: Account,
-    /// All-reduces of the tied embedding's gradient.
-    pub embedding: Account,
+/// A kind of communication that is predicted and counted.
+pub struct Kind {
+    /// The group, as the report names it.
+    pub axis: &'static str,
+    pub call: Collective,
+    group: fn(&ProcessGroups) -> &ProcessGroup,
+    pub predicted: fn(&StepVolumes) -> StepVolume,
 }
+
+/// Every kind, in the report's order.
+pub const KINDS: [Kind; 7] = [
+    kind("tp", Collective::AllReduce, |g| &g.tp, |v| v.tp),
+    kind("tp", Collective::AllGather, |g| &g.tp, |v| v.tp_gather),
+    kind("tp", Collective::ReduceScatter, |g| &g.tp, |v| v.tp_scatter),
+    kind("tp", Collective::Broadcast, |g| &g.tp, |v| v.tp_data),
+    kind("dp", Collective::AllReduce, |g| &g.dp, |v| v.dp),
+    kind("pp", Collective::Send, |g| &g.pp, |v| v.pp),
+    kind(
+        "embedding",
+        Collective::AllReduce,
+        |g| &g.embedding,
+        |v| v.embedding,
+    ),
+];
+
+const fn kind(
+    axis: &'static str,
+    call: Collective,
+    group: fn(&ProcessGroups) -> &ProcessGroup,
+    predicted: fn(&StepVolumes) -> StepVolume,
+) -> Kind {
+    Kind {
+        axis,
+        call,
+        group,
+        predicted,
+    }
+}
+
+/// What this rank's communication took over all steps, waiting for slower ranks included; by
+/// [`KINDS`].
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Communication(pub [Account; KINDS.len()]);
 
 impl Communication {
     fn so_far(groups: &ProcessGroups) -> Self {
-        Communication {
-            tp: groups.tp.accounts.of(Collective::AllReduce),
-            tp_gather: groups.tp.accounts.of(Collective::AllGather),
-            tp_scatter: groups.tp.accounts.of(Collective::ReduceScatter),
-            tp_data: groups.tp.accounts.of(Collective::Broadcast),
-            dp: groups.dp.accounts.of(Collective::AllReduce),
-            pp: groups.pp.accounts.of(Collective::Send),
-            embedding: groups.embedding.accounts.of(Collective::AllReduce),
-        }
+        Communication(KINDS.map(|kind| (kind.group)(groups).accounts.of(kind.call)))
     }
 
     /// Adds what was spent since `before`.
     fn add_since(&mut self, before: Communication, groups: &ProcessGroups) {
         let now = Communication::so_far(groups);
-        self.tp += now.tp - before.tp;
-        self.tp_gather += now.tp_gather - before.tp_gather;
-        self.tp_scatter += now.tp_scatter - before.tp_scatter;
-        self.tp_data += now.tp_data - before.tp_data;
-        self.dp += now.dp - before.dp;
-        self.pp += now.pp - before.pp;
-        self.embedding += now.embedding - before.embedding;
+        for (total, (now, before)) in self.0.iter_mut().zip(now.0.into_iter().zip(before.0)) {
+            *total += now - before;
+        }
     }
 }
 

@@ -61,32 +61,15 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
 /// A line per kind of communication: what rank 0 was predicted to move in a step, and did.
 fn communication(plan: &Plan, ended: &Ended, steps: u64) -> Vec<String> {
     let predicted = plan.resolved.step_volumes(0);
-    let spent = ended.communication;
-    let kinds = [
-        ("tp", "all-reduce", predicted.tp, spent.tp),
-        ("tp", "all-gather", predicted.tp_gather, spent.tp_gather),
-        (
-            "tp",
-            "reduce-scatter",
-            predicted.tp_scatter,
-            spent.tp_scatter,
-        ),
-        ("tp", "broadcast", predicted.tp_data, spent.tp_data),
-        ("dp", "all-reduce", predicted.dp, spent.dp),
-        ("pp", "send", predicted.pp, spent.pp),
-        (
-            "embedding",
-            "all-reduce",
-            predicted.embedding,
-            spent.embedding,
-        ),
-    ];
-    (kinds.into_iter())
-        .filter(|(.., predicted, _)| predicted.calls > 0)
-        .map(|(axis, kind, predicted, spent)| {
+    (rank::KINDS.iter().zip(ended.communication.0))
+        .map(|(kind, spent)| (kind, (kind.predicted)(&predicted), spent))
+        .filter(|(_, predicted, _)| predicted.calls > 0)
+        .map(|(kind, predicted, spent)| {
             format!(
-                "{axis:<9} {} {kind} calls a step, {} ({} predicted), {:.1} ms with waiting",
+                "{:<9} {} {} calls a step, {} ({} predicted), {:.1} ms with waiting",
+                kind.axis,
                 spent.calls / steps,
+                kind.call.name(),
                 bytes(spent.bytes / steps),
                 bytes(predicted.bytes),
                 1e3 * spent.time.as_secs_f64() / steps as f64

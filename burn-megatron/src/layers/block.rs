@@ -129,7 +129,8 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> LayerSpec<N, A, M> {
     }
 }
 
-/// `x + attention(norm(x))`, then `x + mlp(norm(x))`, with dropout on what is added. Megatron's `transformer_layer.py`.
+/// `x + attention(norm(x))`, then `x + mlp(norm(x))`, with dropout on what is added. Megatron's
+/// `transformer_layer.py`.
 #[derive(Module, Debug)]
 pub struct TransformerLayer<N: Module, A: Module, M: Module> {
     pub input_layernorm: N,

@@ -4,7 +4,7 @@
 
 mod axis;
 mod grid;
-mod nearest;
+pub(crate) mod nearest;
 mod parallel;
 mod schedule;
 mod stages;
@@ -16,5 +16,6 @@ pub use grid::{DEFAULT_ORDER, RankGrid};
 pub use parallel::{BatchShape, Layout, ModelShape, ParallelConfig};
 pub use schedule::{PipelineSchedule, PipelineShape, schedule_violations};
 pub use stages::StageLayers;
+pub(crate) use validate::batch_violation;
 pub use validate::{unsupported, validate};
 pub use vocab::{padded_vocab_size, shard_range};

@@ -6,7 +6,7 @@ pub(super) fn gcd(a: usize, b: usize) -> usize {
 }
 
 /// The multiples of `unit` next to `value` below and above; 0 is not one.
-pub(super) fn multiples(value: usize, unit: usize) -> Vec<String> {
+pub(crate) fn multiples(value: usize, unit: usize) -> Vec<String> {
     let Some(below) = value.checked_div(unit) else {
         return Vec::new();
     };

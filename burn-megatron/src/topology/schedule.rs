@@ -77,6 +77,12 @@ impl PipelineShape {
         self.ranks * self.virtual_stages
     }
 
+    /// The bubble of equal stages without time for messages, idle in parts of computing time:
+    /// `(p-1)/(v m)`. (Narayanan et al. 2021, section 2.2.)
+    pub fn equal_bubble(&self) -> f64 {
+        (self.ranks - 1) as f64 / (self.virtual_stages * self.microbatches) as f64
+    }
+
     /// Micro batches that a chunk runs in a row.
     pub fn group_size(&self) -> usize {
         self.group_size.unwrap_or(self.ranks)

@@ -19,8 +19,6 @@ pub struct StageLayers {
     pub num_stages: usize,
     /// Its layers, numbered from 0 over the whole model.
     pub layers: Range<usize>,
-    /// Layers of the whole model.
-    pub num_layers: usize,
 }
 
 impl StageLayers {
@@ -30,7 +28,6 @@ impl StageLayers {
             stage: 0,
             num_stages: 1,
             layers: 0..num_layers,
-            num_layers,
         }
     }
 
@@ -55,8 +52,7 @@ impl StageLayers {
 
     /// Stages of that many layers each, in pipeline order.
     fn of_counts(counts: Vec<usize>) -> Vec<Self> {
-        let (num_stages, num_layers) = (counts.len(), counts.iter().sum());
-        let mut end = 0;
+        let (num_stages, mut end) = (counts.len(), 0);
         let stages = counts.into_iter().enumerate().map(|(stage, count)| {
             let layers = end..end + count;
             end = layers.end;
@@ -64,7 +60,6 @@ impl StageLayers {
                 stage,
                 num_stages,
                 layers,
-                num_layers,
             }
         });
         stages.collect()
@@ -137,7 +132,7 @@ fn virtual_stages(
             ["1"],
         )),
         (Some(v), None) => Ok(v),
-        (None, Some(_)) if uneven(parallel) => Err(Violation::new(
+        (None, Some(_)) if gives_ends(parallel) || counts_ends(parallel) => Err(Violation::new(
             "num_layers_per_virtual_pipeline_stage is for equal stages",
             ["num_virtual_stages_per_pipeline_rank"],
         )),
@@ -157,11 +152,14 @@ fn virtual_stages(
     }
 }
 
-fn uneven(parallel: &ParallelConfig) -> bool {
+/// Whether the first or the last rank has a number of layers of its own.
+fn gives_ends(parallel: &ParallelConfig) -> bool {
     parallel.decoder_first_pipeline_num_layers.is_some()
         || parallel.decoder_last_pipeline_num_layers.is_some()
-        || parallel.account_for_embedding_in_pipeline_split
-        || parallel.account_for_loss_in_pipeline_split
+}
+
+fn counts_ends(parallel: &ParallelConfig) -> bool {
+    counted_ends(parallel) != [0, 0]
 }
 
 /// The layers of every stage, in pipeline order. A layer count that does not divide is refused:
@@ -172,11 +170,7 @@ fn split(
     virtual_stages: usize,
 ) -> Broken<Vec<StageLayers>> {
     let v = virtual_stages;
-    let accounts = parallel.account_for_embedding_in_pipeline_split
-        || parallel.account_for_loss_in_pipeline_split;
-    let given = parallel.decoder_first_pipeline_num_layers.is_some()
-        || parallel.decoder_last_pipeline_num_layers.is_some();
-    let counts = match (given, accounts) {
+    let counts = match (gives_ends(parallel), counts_ends(parallel)) {
         (true, true) => Err(vec![Violation::new(
             "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers cannot be \
              combined with account_for_embedding_in_pipeline_split or \

@@ -35,7 +35,8 @@ pub fn validate(
     violations.extend(grid::parse_order(&sizes, &parallel.order).1);
     violations.extend(model_rules(model));
     violations.extend(tensor_rules(parallel, model, &world));
-    violations.extend(batch_rules(batch, &world));
+    // In a world that does not divide, one rank's rule is all that is known.
+    violations.extend(batch_violation(batch, world.dp.unwrap_or(1)));
     violations.extend(unsupported(parallel));
     let (virtual_stages, stages) = match stages::divide(parallel, model) {
         Ok(stages) => stages,
@@ -251,11 +252,9 @@ fn tensor_rules(parallel: &ParallelConfig, model: &ModelShape, world: &World) ->
     violations
 }
 
-/// Every data-parallel rank runs the same whole number of microbatches.
-fn batch_rules(batch: &BatchShape, world: &World) -> Option<Violation> {
+/// Every one of `dp` data-parallel ranks runs the same whole number of microbatches.
+pub(crate) fn batch_violation(batch: &BatchShape, dp: usize) -> Option<Violation> {
     let (micro, global) = (batch.micro_batch_size, batch.global_batch_size);
-    // In a world that does not divide, one rank's rule is all that is known.
-    let dp = world.dp.unwrap_or(1);
     let unit = micro.saturating_mul(dp);
     if divides(unit, global) {
         return None;

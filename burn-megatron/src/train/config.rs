@@ -7,7 +7,8 @@ use crate::models::gpt::{GptConfig, GptModelConfig};
 use crate::optim::{LrSchedule, OptimizerConfig};
 use crate::pipeline::Schedule;
 use crate::topology::{
-    BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, PipelineShape, validate,
+    BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, PipelineShape,
+    batch_violation, validate,
 };
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +22,15 @@ pub struct BatchConfig {
     pub micro_batch_size: usize,
     /// Samples of one optimizer step, over all ranks.
     pub global_batch_size: usize,
+}
+
+impl BatchConfig {
+    fn shape(&self) -> BatchShape {
+        BatchShape {
+            micro_batch_size: self.micro_batch_size,
+            global_batch_size: self.global_batch_size,
+        }
+    }
 }
 
 impl Default for BatchConfig {
@@ -95,11 +105,7 @@ impl TrainConfig {
             vocab_size: self.vocab_size,
             make_vocab_size_divisible_by: model.make_vocab_size_divisible_by,
         };
-        let batch = BatchShape {
-            micro_batch_size: self.batch.micro_batch_size,
-            global_batch_size: self.batch.global_batch_size,
-        };
-        validate(&self.parallel, &shape, &batch)
+        validate(&self.parallel, &shape, &self.batch.shape())
     }
 
     fn max_position_embeddings(&self) -> usize {
@@ -308,21 +314,17 @@ impl TrainerConfig {
         let (pp, dp) = (groups.pp.comm.size(), groups.dp.comm.size());
         let kind = self.pipeline_schedule;
         let kind = kind.unwrap_or(PipelineSchedule::default_for(virtual_stages));
-        let samples = self.batch.micro_batch_size * dp;
-        if samples == 0 || !self.batch.global_batch_size.is_multiple_of(samples) {
-            return Err(Error::config(vec![Violation {
-                rule: format!(
-                    "global_batch_size {} must be a multiple of micro_batch_size {} times the \
-                     data-parallel size {dp}",
-                    self.batch.global_batch_size, self.batch.micro_batch_size
-                ),
-                nearest: Vec::new(),
-            }]));
+        let batch = self.batch.shape();
+        if let Some(violation) = batch_violation(&batch, dp) {
+            return Err(Error::config(vec![violation]));
         }
         let shape = PipelineShape {
             ranks: pp,
             virtual_stages,
-            microbatches: self.batch.global_batch_size / samples,
+            // Of a micro batch of nothing there are none, which the schedule refuses.
+            microbatches: (batch.global_batch_size)
+                .checked_div(batch.micro_batch_size * dp)
+                .unwrap_or_default(),
             group_size: self.microbatch_group_size_per_virtual_pipeline_stage,
         };
         Schedule::new(kind, shape)

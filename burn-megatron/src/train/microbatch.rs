@@ -4,6 +4,7 @@ use super::BatchConfig;
 use crate::comm::{CommRef, Communicator, all_gather_values};
 use crate::error::{ErrorKind, Result};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use std::borrow::Cow;
 
 /// Tokens of one microbatch of one data-parallel rank.
 #[derive(Debug, Clone, PartialEq)]
@@ -152,14 +153,14 @@ impl MicroBatchShape {
     }
 
     /// Gives rank 0's checked microbatches of a step to the whole tensor-parallel group.
-    pub fn broadcast(
+    pub fn broadcast<'a>(
         &self,
-        microbatches: &[MicroBatch],
+        microbatches: &'a [MicroBatch],
         count: usize,
         tp: &dyn Communicator,
-    ) -> Result<Vec<MicroBatch>> {
+    ) -> Result<Cow<'a, [MicroBatch]>> {
         if tp.size() == 1 {
-            return Ok(microbatches.to_vec());
+            return Ok(Cow::Borrowed(microbatches));
         }
         let reads = tp.rank() == 0;
         // The tokens of all microbatches, and then for each whether it has a mask.
@@ -222,8 +223,8 @@ mod tests {
         let ends = ThreadWorld::new(Duration::from_secs(30)).group("tp", &[0, 1]);
         std::thread::scope(|scope| {
             let other = scope.spawn(|| shape.broadcast(&[], 3, &ends[1]));
-            assert_eq!(shape.broadcast(&read, 3, &ends[0]).unwrap(), read);
-            assert_eq!(other.join().unwrap().unwrap(), read);
+            assert_eq!(shape.broadcast(&read, 3, &ends[0]).unwrap()[..], read[..]);
+            assert_eq!(other.join().unwrap().unwrap()[..], read[..]);
         });
     }
 

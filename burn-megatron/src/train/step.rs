@@ -13,8 +13,10 @@ use crate::models::gpt::GptModel;
 use crate::optim::AdamW;
 use crate::pipeline::{self, Schedule, Span};
 use crate::shard::{FullWeights, ParallelBuilder, ShardedModel};
+use crate::topology::nearest::multiples;
 use burn::module::Module;
 use burn::tensor::Device;
+use std::borrow::Cow;
 use std::path::Path;
 
 /// What a step reports; the same on every rank.
@@ -100,8 +102,7 @@ impl<M: Stage> Trainer<M> {
         let (seq, tp) = (config.batch.seq_length, rank.groups.tp.comm.size());
         if model.sequence_parallel() && !seq.is_multiple_of(tp) {
             let rule = format!("the {tp} tensor-parallel ranks must divide seq_length {seq}");
-            let nearest = [(seq / tp).max(1) * tp, (seq / tp + 1) * tp];
-            let violation = Violation::new(rule, nearest.map(|s| s.to_string()));
+            let violation = Violation::new(rule, multiples(seq, tp));
             return Err(Error::config(vec![violation]));
         }
         let schedule = config.schedule_of(model.chunks().len(), &rank.groups)?;
@@ -231,12 +232,12 @@ impl<M: Stage> Trainer<M> {
     }
 
     /// The step's microbatches, on the stages that need them.
-    fn take(&self, microbatches: &[MicroBatch]) -> Result<Vec<MicroBatch>> {
+    fn take<'a>(&self, microbatches: &'a [MicroBatch]) -> Result<Cow<'a, [MicroBatch]>> {
         let groups = &self.context.groups;
         let (shape, count) = (self.shape(), self.schedule.shape().microbatches);
         let pp = &groups.pp.comm;
         if pp.rank() != 0 && pp.rank() + 1 != pp.size() {
-            return Ok(Vec::new());
+            return Ok(Cow::Borrowed(&[]));
         }
         if self.context.reads_data() {
             shape.check(microbatches, count, self.context.rank)?;

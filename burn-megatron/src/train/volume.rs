@@ -45,10 +45,10 @@ impl StepVolumes {
     /// each of `s·b` tokens. Under sequence parallelism each of these all-reduces of `[s, b, h]` becomes
     /// an all-gather and a reduce-scatter, but for the embedding and the output layer, where one of the
     /// two suffices; the backward gathers the inputs of QKV, fc1 and the output layer again; and the
-    /// gradients of what is replicated are summed once. Where data is needed, the `b (s + 1)` tokens of each microbatch and one
-    /// flag are broadcast, the masks of those that have one apart. Data parallel: every parameter's
-    /// gradient, once, by buckets. Pipeline: `[s, b, h]`, or `[s/t, b, h]`, for each microbatch to the
-    /// next stage, and back. Tied embedding: the rank's part of the table.
+    /// gradients of what is replicated are summed once. Where data is needed, the `b (s + 1)` tokens of
+    /// each microbatch and one flag are broadcast, the masks of those that have one apart. Data
+    /// parallel: every parameter's gradient, once, by buckets. Pipeline: `[s, b, h]`, or `[s/t, b, h]`,
+    /// for each microbatch to the next stage, and back. Tied embedding: the rank's part of the table.
     pub(super) fn of(config: &ResolvedConfig, pp_rank: usize) -> Self {
         let (batch, layout) = (config.config().batch, config.layout());
         let (model, sizes) = (config.model(), layout.grid.sizes());
