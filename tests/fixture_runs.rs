@@ -1,6 +1,6 @@
 //! The eight steps that Megatron-LM itself ran (`fixtures/README.md`), at our layouts.
 
-use burn_megatron::layers::RecomputeGranularity;
+use burn_megatron::layers::{Recompute, RecomputeMethod};
 use burn_megatron::shard::Sharding;
 use burn_megatron::topology::PipelineSchedule;
 use burn_megatron::train::StepOutput;
@@ -183,23 +183,43 @@ fn dropout_is_the_same_at_every_layout() {
     }
 }
 
+/// Public report: Megatron-LM #1256 (losses that differ with recomputation).
 #[test]
-fn recomputing_the_attention_core_changes_no_bit() {
-    for (llama, tp, sequence_parallel, pp) in [(false, 1, false, 1), (true, 2, true, 2)] {
+fn recomputation_changes_no_bit() {
+    let full = |method, num_layers| Recompute::Full { method, num_layers };
+    let recomputed = [
+        Recompute::Selective,
+        full(RecomputeMethod::Uniform, 1),
+        full(RecomputeMethod::Uniform, 3),
+        full(RecomputeMethod::Block, 1),
+    ];
+    let layouts = [
+        (false, 1, false, 1, 1),
+        (false, 2, false, 1, 1),
+        (true, 2, true, 2, 1),
+    ];
+    for (llama, tp, sequence_parallel, pp, dp) in layouts {
         let run = |recompute| {
             let run = Run {
                 llama,
                 sequence_parallel,
                 dropout: 0.1,
                 recompute,
-                ..Run::at(tp, 1).with_pipeline(pp, 1)
+                ..Run::at(tp, dp).with_pipeline(pp, 1)
             };
-            let (steps, weights) = run
-                .train(|_, trainer| Ok(trainer.model().values()))
-                .expect("run");
-            (steps, weights)
+            run.train(|_, trainer| Ok((trainer.model().values(), trainer.gradients().to_vec())))
+                .expect("run")
         };
-        assert_eq!(run(Some(RecomputeGranularity::Selective)), run(None));
+        let kept = run(None);
+        for recompute in recomputed {
+            // A stage has two layers where the pipeline has two ranks.
+            let recompute = match recompute {
+                Recompute::Full { method, num_layers } => full(method, num_layers.min(4 / pp)),
+                selective => selective,
+            };
+            let what = format!("{recompute:?} at llama={llama} tp={tp} pp={pp}");
+            assert!(run(Some(recompute)) == kept, "{what}");
+        }
     }
 }
 

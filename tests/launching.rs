@@ -4,6 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn_megatron::comm::counted::Collective;
 use burn_megatron::launch::ProcessGroup;
+use burn_megatron::layers::{Recompute, RecomputeMethod};
 use burn_megatron::prelude::*;
 use burn_megatron::topology::Axis;
 use burn_megatron::train::StepVolume;
@@ -171,23 +172,33 @@ fn a_replicated_parameter_that_differs_between_ranks_is_refused() {
 
 #[test]
 fn a_step_communicates_exactly_what_was_predicted() {
-    for (tp, pp, v, dp, sequence_parallel) in [
-        (1, 1, 1, 1, false),
-        (2, 1, 1, 1, false),
-        (4, 1, 1, 1, false),
-        (1, 1, 1, 4, false),
-        (2, 1, 1, 2, false),
-        (1, 2, 1, 1, false),
-        (1, 2, 2, 1, false),
-        (1, 4, 1, 2, false),
-        (2, 2, 1, 2, false),
-        (2, 2, 2, 1, false),
-        (2, 1, 1, 2, true),
-        (4, 1, 1, 1, true),
-        (2, 4, 1, 1, true),
+    let full = |method| {
+        Some(Recompute::Full {
+            method,
+            num_layers: 1,
+        })
+    };
+    let (uniform, block) = (full(RecomputeMethod::Uniform), full(RecomputeMethod::Block));
+    for (tp, pp, v, dp, sequence_parallel, recompute) in [
+        (1, 1, 1, 1, false, None),
+        (2, 1, 1, 1, false, None),
+        (4, 1, 1, 1, false, None),
+        (1, 1, 1, 4, false, None),
+        (2, 1, 1, 2, false, None),
+        (1, 2, 1, 1, false, None),
+        (1, 2, 2, 1, false, None),
+        (1, 4, 1, 2, false, None),
+        (2, 2, 1, 2, false, None),
+        (2, 2, 2, 1, false, None),
+        (2, 1, 1, 2, true, None),
+        (4, 1, 1, 1, true, None),
+        (2, 4, 1, 1, true, None),
+        (2, 1, 1, 1, false, uniform),
+        (2, 2, 1, 1, true, block),
     ] {
         let run = Run {
             sequence_parallel,
+            recompute,
             ..Run::at(tp, dp).with_pipeline(pp, v)
         };
         let config = run.config();
@@ -229,7 +240,7 @@ fn a_step_communicates_exactly_what_was_predicted() {
                 want.embedding,
             ];
             let want = want.map(over_all_steps);
-            assert_eq!(got, want, "{} stage {pp_rank}", run.layout());
+            assert_eq!(got, want, "{} {recompute:?} stage {pp_rank}", run.layout());
         }
     }
     // s 32, b 2, h 64, L 4, four microbatches: by hand.

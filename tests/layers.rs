@@ -161,7 +161,7 @@ fn transformer() -> TransformerConfig {
         qk_layernorm: false,
         hidden_dropout: 0.0,
         attention_dropout: 0.0,
-        recompute_granularity: None,
+        recompute: None,
     }
 }
 

@@ -5,7 +5,7 @@ pub mod sleeping;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_megatron::Result;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
-use burn_megatron::layers::RecomputeGranularity;
+use burn_megatron::layers::{Recompute, RecomputeGranularity};
 use burn_megatron::models::gpt::GptConfig;
 use burn_megatron::optim::{LrDecayStyle, OptimizerConfig};
 use burn_megatron::random;
@@ -68,7 +68,7 @@ pub struct Run {
     pub erf_gelu: bool,
     /// On hidden states and on the attention's probabilities.
     pub dropout: f64,
-    pub recompute: Option<RecomputeGranularity>,
+    pub recompute: Option<Recompute>,
 }
 
 impl Run {
@@ -139,6 +139,14 @@ impl Run {
             },
             false => GptConfig::default(),
         };
+        let (granularity, method, num_layers) = match self.recompute {
+            None => (None, None, None),
+            Some(Recompute::Selective) => (Some(RecomputeGranularity::Selective), None, None),
+            Some(Recompute::Full { method, num_layers }) => {
+                let full = RecomputeGranularity::Full;
+                (Some(full), Some(method), Some(num_layers))
+            }
+        };
         let config = TrainConfig {
             model: GptConfig {
                 num_layers: 4,
@@ -148,7 +156,9 @@ impl Run {
                 bias_gelu_fusion: !self.erf_gelu,
                 hidden_dropout: self.dropout,
                 attention_dropout: self.dropout,
-                recompute_granularity: self.recompute,
+                recompute_granularity: granularity,
+                recompute_method: method,
+                recompute_num_layers: num_layers,
                 ..base
             },
             parallel: ParallelConfig {

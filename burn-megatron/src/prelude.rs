@@ -2,8 +2,9 @@
 
 pub use crate::autograd::{
     GeluApproximation, VocabShard, copy_to_tensor_parallel_region,
-    gather_from_tensor_parallel_region, gelu, linear, reduce_from_tensor_parallel_region,
-    scatter_to_tensor_parallel_region, vocab_parallel_cross_entropy,
+    gather_from_tensor_parallel_region, gelu, linear, recompute,
+    reduce_from_tensor_parallel_region, scatter_to_tensor_parallel_region,
+    vocab_parallel_cross_entropy,
 };
 pub use crate::comm::{CommRef, Communicator};
 pub use crate::dropout::PassContext;

@@ -1,7 +1,7 @@
 //! Flags of the model and of how it is split over ranks.
 
 use super::{by_name, set, set_some};
-use burn_megatron::layers::{Normalization, RecomputeGranularity};
+use burn_megatron::layers::{Normalization, RecomputeGranularity, RecomputeMethod};
 use burn_megatron::models::gpt::{GptConfig, PositionEmbeddingType};
 use burn_megatron::topology::{ParallelConfig, PipelineSchedule};
 use clap::Args;
@@ -69,9 +69,16 @@ pub struct ModelArgs {
     #[arg(long, value_name = "P")]
     attention_dropout: Option<f64>,
     /// Compute again in the backward instead of keeping, for less memory: selective (the attention's
-    /// probabilities) [default: nothing]
+    /// probabilities) or full (whole layers) [default: nothing]
     #[arg(long, value_name = "NAME", value_parser = by_name::<RecomputeGranularity>)]
     recompute_granularity: Option<RecomputeGranularity>,
+    /// Full: uniform (all layers, in groups that keep their input alone) or block (the first layers of
+    /// each stage, the others keep everything) [default: uniform]
+    #[arg(long, value_name = "NAME", value_parser = by_name::<RecomputeMethod>)]
+    recompute_method: Option<RecomputeMethod>,
+    /// Full: layers of a group (uniform), or of each stage (block) [default: 1]
+    #[arg(long, value_name = "N")]
+    recompute_num_layers: Option<usize>,
     /// Longest sequence the learned positions reach, in tokens [default: the sequence length]
     #[arg(long, value_name = "N")]
     max_position_embeddings: Option<usize>,
@@ -121,6 +128,8 @@ impl ModelArgs {
             &mut model.recompute_granularity,
             &self.recompute_granularity,
         );
+        set_some(&mut model.recompute_method, &self.recompute_method);
+        set_some(&mut model.recompute_num_layers, &self.recompute_num_layers);
         set_some(
             &mut model.max_position_embeddings,
             &self.max_position_embeddings,

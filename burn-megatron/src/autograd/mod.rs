@@ -11,6 +11,7 @@ mod gelu;
 mod layer_norm;
 mod linear;
 mod mappings;
+mod recompute;
 mod rms_norm;
 mod rotary;
 mod seed;
@@ -23,6 +24,7 @@ pub use gelu::{GeluApproximation, gelu};
 pub use layer_norm::layer_norm;
 pub use linear::{gathered_linear, linear};
 pub use mappings::*;
+pub use recompute::{Replay, recompute};
 pub use rms_norm::rms_norm;
 pub use rotary::{RotaryTable, rotary_embedding};
 pub use seed::{BackwardSeed, GradientSlot};
@@ -31,7 +33,10 @@ pub use swiglu::swiglu;
 use crate::comm::CommRef;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Autodiff, Backend, ExecutionError, Flex, TensorMetadata, backend_extension};
+use burn::backend::{
+    Autodiff, Backend, BackendTensor, DispatchKindConversion, DispatchTensor, ExecutionError, Flex,
+    TensorMetadata, backend_extension,
+};
 use burn::tensor::TensorData;
 
 /// The operations of this module as an extension of Burn's backends.
@@ -117,11 +122,24 @@ pub trait ParallelOps: Backend {
         let (device, dtype) = (output.device(), output.dtype());
         Self::float_zeros([1].into(), &device, dtype.into())
     }
+
+    /// `output` as what the parents' graph gives, whose backward `replay` runs.
+    fn recomputed(
+        _x: FloatTensor<Self>,
+        _parameters: FloatTensor<Self>,
+        output: FloatTensor<Self>,
+        _replay: Replay,
+    ) -> FloatTensor<Self> {
+        output
+    }
 }
 
 impl ParallelOps for Flex {}
 
-impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
+impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
     fn collective(x: FloatTensor<Self>, pair: CollectivePair) -> FloatTensor<Self> {
         collective::autodiff::<B, C>(x, pair)
     }
@@ -187,6 +205,32 @@ impl<B: ParallelOps, C: CheckpointStrategy> ParallelOps for Autodiff<B, C> {
     fn backward_seed(output: FloatTensor<Self>, slot: GradientSlot) -> FloatTensor<Self> {
         seed::autodiff::<B, C>(output, slot)
     }
+
+    fn recomputed(
+        x: FloatTensor<Self>,
+        parameters: FloatTensor<Self>,
+        output: FloatTensor<Self>,
+        replay: Replay,
+    ) -> FloatTensor<Self> {
+        recompute::autodiff::<B, C>(x, parameters, output, replay)
+    }
+}
+
+/// A tensor of Burn's run-time choice of backend as one of the backend that it is known to be of.
+fn from_dispatch<B: Backend>(x: DispatchTensor) -> FloatTensor<B>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    let x = <DispatchTensor as DispatchKindConversion<B>>::try_into_backend(x);
+    x.expect("a tensor of the graph's own backend").float()
+}
+
+/// The way back.
+fn into_dispatch<B: Backend>(x: FloatTensor<B>) -> DispatchTensor
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    DispatchTensor::from_backend(BackendTensor::<B>::Float(x))
 }
 
 /// Reads a float tensor back to the host, as contiguous data.

@@ -4,26 +4,27 @@
 //! instead: `(y · dy).sum().backward()` would do, at the cost of keeping `y` and of two passes over
 //! it. A seed is a scalar whose backward hands `dy` to `y`'s node as it is.
 
-use super::ParallelOps;
+use super::{ParallelOps, from_dispatch};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients as NodeGradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Dispatch, TensorMetadata};
-use burn::tensor::{Gradients, Tensor, TensorData};
+use burn::backend::{Autodiff, Dispatch, DispatchKindConversion, DispatchTensor};
+use burn::tensor::{Gradients, Tensor};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Where the gradient will be when the backward runs.
 #[derive(Clone, Default)]
-pub struct GradientSlot(Arc<Mutex<Option<TensorData>>>);
+pub struct GradientSlot(Arc<Mutex<Option<DispatchTensor>>>);
 
 impl GradientSlot {
-    fn put(&self, gradient: TensorData) {
+    pub(super) fn put<const D: usize>(&self, gradient: Tensor<D>) {
+        let gradient = gradient.into_dispatch();
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradient);
     }
 
-    fn take(&self) -> Option<TensorData> {
+    fn take(&self) -> Option<DispatchTensor> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
@@ -46,29 +47,38 @@ pub struct BackwardSeed {
 impl BackwardSeed {
     /// The end of the graph of `output`.
     pub fn new<const D: usize>(output: Tensor<D>) -> Self {
-        let slot = GradientSlot::default();
-        let root = Dispatch::backward_seed(output.into_dispatch(), slot.clone());
-        BackwardSeed {
-            root: Tensor::from_dispatch(root),
-            slot,
-        }
+        let (root, slot) = seed(output);
+        BackwardSeed { root, slot }
     }
 
-    /// Runs the backward from `gradient`, of the output's shape.
-    pub fn backward(self, gradient: TensorData) -> Gradients {
+    /// Runs the backward from `gradient`, of the output's shape and without a graph of its own.
+    pub fn backward<const D: usize>(self, gradient: Tensor<D>) -> Gradients {
         self.slot.put(gradient);
         self.root.backward()
     }
 }
 
+/// A `[1]` whose backward takes the gradient of `output` from the slot.
+pub(super) fn seed<const D: usize>(output: Tensor<D>) -> (Tensor<1>, GradientSlot) {
+    let slot = GradientSlot::default();
+    let root = Dispatch::backward_seed(output.into_dispatch(), slot.clone());
+    (Tensor::from_dispatch(root), slot)
+}
+
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     output: FloatTensor<Autodiff<B, C>>,
     slot: GradientSlot,
-) -> FloatTensor<Autodiff<B, C>> {
+) -> FloatTensor<Autodiff<B, C>>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
     #[derive(Debug)]
     struct Seed;
 
-    impl<B: ParallelOps> Backward<B, 1> for Seed {
+    impl<B: ParallelOps> Backward<B, 1> for Seed
+    where
+        DispatchTensor: DispatchKindConversion<B>,
+    {
         type State = GradientSlot;
 
         fn backward(
@@ -77,11 +87,11 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
             grads: &mut NodeGradients,
             _: &mut Checkpointer,
         ) {
-            let device = grads.consume::<B>(&ops.node).device();
+            grads.consume::<B>(&ops.node);
             let [parent] = ops.parents;
             let gradient = ops.state.take();
             if let (Some(parent), Some(gradient)) = (parent, gradient) {
-                grads.register::<B>(parent.id, B::float_from_data(gradient, &device));
+                grads.register::<B>(parent.id, from_dispatch(gradient));
             }
         }
     }
@@ -112,7 +122,9 @@ mod tests {
 
         let seeded = x();
         let seed = BackwardSeed::new(function(&seeded));
-        let got = seeded.grad(&seed.backward(TensorData::from(dy))).unwrap();
+        let got = seeded
+            .grad(&seed.backward(Tensor::<2>::from_data(dy, &Device::flex())))
+            .unwrap();
         got.into_data().assert_eq(&want.into_data(), true);
     }
 }

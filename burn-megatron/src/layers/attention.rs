@@ -1,6 +1,7 @@
 //! Causal multi-head self-attention, its heads split over the tensor-parallel ranks.
 
-use super::block::{RecomputeGranularity, Sublayer, TransformerConfig};
+use super::Recompute;
+use super::block::{Sublayer, TransformerConfig};
 use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, Norm, NormConfig, Normalization,
     RotaryConfig, RotaryEmbedding, RowParallelLinear, RowParallelLinearConfig,
@@ -49,7 +50,7 @@ impl From<&TransformerConfig> for SelfAttentionConfig {
             qk_layernorm: config.qk_layernorm.then_some(config.normalization),
             layernorm_epsilon: config.layernorm_epsilon,
             attention_dropout: config.attention_dropout,
-            recompute: config.recompute_granularity == Some(RecomputeGranularity::Selective),
+            recompute: config.recompute == Some(Recompute::Selective),
             init_std: config.init_method_std,
             output_init_std: config.output_init_std(),
         }

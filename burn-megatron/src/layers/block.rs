@@ -1,15 +1,15 @@
 //! Transformer layers, and the stack of them.
 
 use super::{
-    Activation, Mlp, MlpConfig, Norm, NormConfig, Normalization, RotaryConfig, SelfAttention,
-    SelfAttentionConfig,
+    Activation, Mlp, MlpConfig, Norm, NormConfig, Normalization, Recompute, RotaryConfig,
+    SelfAttention, SelfAttentionConfig,
 };
+use crate::autograd::recompute;
 use crate::dropout::{DropoutPlace, HiddenDropout, PassContext};
 use crate::shard::ParallelBuilder;
 use crate::topology::StageLayers;
 use burn::module::{Module, ModuleDisplay};
 use burn::tensor::Tensor;
-use serde::{Deserialize, Serialize};
 
 /// What the layers of one transformer have in common.
 #[derive(Debug, Clone)]
@@ -38,15 +38,7 @@ pub struct TransformerConfig {
     /// Part of the attention's probabilities that is dropped in training.
     pub attention_dropout: f64,
     /// What the backward computes again instead of keeping; nothing where not given.
-    pub recompute_granularity: Option<RecomputeGranularity>,
-}
-
-/// What the backward computes again, under Megatron's names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum RecomputeGranularity {
-    /// The attention core: its probabilities and their dropout.
-    Selective,
+    pub recompute: Option<Recompute>,
 }
 
 impl TransformerConfig {
@@ -57,7 +49,7 @@ impl TransformerConfig {
 }
 
 /// A part of a layer: `[s, b, h] -> [s, b, h]`.
-pub trait Sublayer: Module + ModuleDisplay {
+pub trait Sublayer: Module + ModuleDisplay + 'static {
     /// Applies it. `context` says which pass of the run it is, for a layer with dropout of its own.
     fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3>;
 }
@@ -125,6 +117,7 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> LayerSpec<N, A, M> {
         TransformerBlock {
             layers: (0..stage.layers.end).map(layer).collect(),
             final_layernorm: stage.is_last().then(final_layernorm),
+            recompute: config.recompute,
         }
     }
 }
@@ -160,19 +153,47 @@ pub struct TransformerBlock<N: Module, A: Module, M: Module> {
     /// Numbered over the whole model: those of earlier stages are `None`.
     pub layers: Vec<Option<TransformerLayer<N, A, M>>>,
     pub final_layernorm: Option<N>,
+    #[module(skip)]
+    recompute: Option<Recompute>,
 }
 
 impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerBlock<N, A, M> {
     /// `[s, b, h] -> [s, b, h]`
-    pub fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3> {
-        let layers = (1..).zip(&self.layers);
-        let here = layers.filter_map(|(number, layer)| Some((number, layer.as_ref()?)));
-        let x = here.fold(x, |x, (number, layer)| {
-            layer.forward(x, &context.in_layer(number))
-        });
+    pub fn forward(&self, mut x: Tensor<3>, context: &PassContext) -> Tensor<3> {
+        // Layers count from 1.
+        let first = 1 + self
+            .layers
+            .iter()
+            .take_while(|layer| layer.is_none())
+            .count();
+        let here: Vec<_> = self.layers.iter().flatten().collect();
+        let groups = self.recompute.map_or(Vec::new(), |r| r.groups(here.len()));
+        let mut done = 0;
+        for group in groups {
+            let layers: Vec<_> = here[group.clone()].iter().copied().cloned().collect();
+            let (number, context) = (first + group.start, *context);
+            x = recompute(&layers, x, move |layers, x| {
+                in_turn(layers, number, x, &context)
+            });
+            done = group.end;
+        }
+        let x = in_turn(here[done..].iter().copied(), first + done, x, context);
         match &self.final_layernorm {
             Some(norm) => norm.forward(x, context),
             None => x,
         }
     }
+}
+
+/// The layers from the model's `first` on, one after another.
+fn in_turn<'a, N: Sublayer, A: Sublayer, M: Sublayer>(
+    layers: impl IntoIterator<Item = &'a TransformerLayer<N, A, M>>,
+    first: usize,
+    x: Tensor<3>,
+    context: &PassContext,
+) -> Tensor<3> {
+    let numbered = (first..).zip(layers);
+    numbered.fold(x, |x, (number, layer)| {
+        layer.forward(x, &context.in_layer(number))
+    })
 }

@@ -9,14 +9,12 @@ mod column_parallel;
 mod embedding;
 mod mlp;
 mod norm;
+mod recompute;
 mod rotary;
 mod row_parallel;
 
 pub use attention::{SelfAttention, SelfAttentionConfig};
-pub use block::{
-    LayerSpec, RecomputeGranularity, Sublayer, TransformerBlock, TransformerConfig,
-    TransformerLayer,
-};
+pub use block::{LayerSpec, Sublayer, TransformerBlock, TransformerConfig, TransformerLayer};
 pub use column_parallel::{ColumnParallelLinear, ColumnParallelLinearConfig};
 pub use embedding::{
     PositionEmbedding, PositionEmbeddingConfig, VocabParallelEmbedding,
@@ -26,6 +24,7 @@ pub use mlp::{Activation, Mlp, MlpConfig};
 pub use norm::{
     LayerNorm, LayerNormConfig, Norm, NormConfig, Normalization, RmsNorm, RmsNormConfig,
 };
+pub use recompute::{Recompute, RecomputeGranularity, RecomputeMethod};
 pub use rotary::{RotaryConfig, RotaryEmbedding};
 pub use row_parallel::{RowParallelLinear, RowParallelLinearConfig};
 

@@ -81,6 +81,9 @@ impl TrainConfig {
             self.batch.global_batch_size as u64,
         );
         let schedule = violations_of(schedule, &mut violations)?;
+        if let Some(layout) = &layout {
+            violations.extend(self.recompute_violation(layout));
+        }
         match (layout, schedule) {
             (Some(layout), Some(schedule)) if violations.is_empty() => Ok(ResolvedConfig {
                 config: self,
@@ -106,6 +109,20 @@ impl TrainConfig {
             make_vocab_size_divisible_by: model.make_vocab_size_divisible_by,
         };
         validate(&self.parallel, &shape, &self.batch.shape())
+    }
+
+    /// Megatron's rule for `recompute_num_layers`, where stages may be of several sizes.
+    fn recompute_violation(&self, layout: &Layout) -> Option<Violation> {
+        let layers = self.model.recompute_num_layers?;
+        let pp = layout.grid.sizes().pp;
+        let stages = (0..pp).flat_map(|rank| layout.stages_of(rank));
+        let most = stages.map(|stage| stage.layers.len()).max()?;
+        (!(1..=most).contains(&layers)).then(|| {
+            let rule = format!(
+                "recompute_num_layers is {layers}, but must be 1 to {most}, the layers of the largest stage"
+            );
+            Violation::new(rule, [layers.clamp(1, most).to_string()])
+        })
     }
 
     fn max_position_embeddings(&self) -> usize {

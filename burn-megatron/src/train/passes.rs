@@ -111,7 +111,9 @@ impl<M: Stage> Work for Passes<'_, M> {
         let mut gradients: Gradients = match (end, gradient) {
             (End::Loss(loss), _) => loss.backward(),
             (End::Output(seed), Some(bytes)) => {
-                seed.backward(self.step.hidden_data(&self.model.chunks()[chunk], bytes))
+                let data = self.step.hidden_data(&self.model.chunks()[chunk], bytes);
+                let device = self.step.device.clone().inner();
+                seed.backward(Tensor::<3>::from_data(data, &device))
             }
             (End::Output(_), None) => unreachable!("all stages but the last receive a gradient"),
         };

@@ -125,6 +125,11 @@ impl<M: Stage> Trainer<M> {
         &self.model
     }
 
+    /// The last step's gradients before averaging and clipping, in flat order.
+    pub fn gradients(&self) -> &[f32] {
+        &self.gradients
+    }
+
     /// What the ranks of the pipeline do in a step.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule

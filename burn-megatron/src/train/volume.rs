@@ -45,7 +45,8 @@ impl StepVolumes {
     /// each of `s·b` tokens. Under sequence parallelism each of these all-reduces of `[s, b, h]` becomes
     /// an all-gather and a reduce-scatter, but for the embedding and the output layer, where one of the
     /// two suffices; the backward gathers the inputs of QKV, fc1 and the output layer again; and the
-    /// gradients of what is replicated are summed once. Where data is needed, the `b (s + 1)` tokens of
+    /// gradients of what is replicated are summed once. A layer that is computed again communicates what
+    /// its forward does again. Where data is needed, the `b (s + 1)` tokens of
     /// each microbatch and one flag are broadcast, the masks of those that have one apart. Data
     /// parallel: every parameter's gradient, once, by buckets. Pipeline: `[s, b, h]`, or `[s/t, b, h]`,
     /// for each microbatch to the next stage, and back. Tied embedding: the rank's part of the table.
@@ -57,11 +58,17 @@ impl StepVolumes {
         let microbatches = layout.num_microbatches as u64;
         let stages: Vec<_> = layout.stages_of(pp_rank).collect();
         let layers: usize = stages.iter().map(|stage| stage.layers.len()).sum();
+        let recompute = model.transformer.recompute;
+        let groups = stages.iter().flat_map(|stage| {
+            recompute.map_or(Vec::new(), |recompute| recompute.groups(stage.layers.len()))
+        });
+        // What the forwards communicate, they communicate again.
+        let again: usize = groups.map(|group| group.len()).sum();
         let first = u64::from(stages.iter().any(|stage| stage.is_first()));
         let last = u64::from(stages.iter().any(|stage| stage.is_last()));
 
         let sequence_parallel = config.config().parallel.sequence_parallel;
-        let layers = layers as u64;
+        let (layers, again) = (layers as u64, again as u64);
         let partial = F32 * config.partial_gradients(pp_rank) as u64;
         let partial_calls = u64::from(partial > 0);
         // Of [s, b, h], in each microbatch.
@@ -71,19 +78,19 @@ impl StepVolumes {
         };
         let reduced = activations(match sequence_parallel {
             true => 0,
-            false => 4 * layers + first + last,
+            false => 4 * layers + 2 * again + first + last,
         });
         let tp = StepVolume {
             calls: reduced.calls + microbatches * 2 * last + partial_calls,
             bytes: reduced.bytes + microbatches * F32 * tokens * 3 * last + partial,
         };
         // The gradient norm's one f64 of each rank is gathered as well.
-        let gathered = activations(6 * layers + first + 2 * last);
+        let gathered = activations(6 * layers + 2 * again + first + 2 * last);
         let tp_gather = StepVolume {
             calls: gathered.calls + 1,
             bytes: gathered.bytes + F64 * sizes.tp as u64,
         };
-        let tp_scatter = activations(4 * layers + first + last);
+        let tp_scatter = activations(4 * layers + 2 * again + first + last);
         let rows = (batch.micro_batch_size * (batch.seq_length + 1) + 1) as u64;
         let tp_data = StepVolume {
             calls: 1,
