@@ -5,5 +5,6 @@ mod fixture_runs;
 mod launching;
 mod layers;
 mod mappings;
+mod memory;
 mod own_model;
 mod pipeline;

@@ -4,6 +4,7 @@ use crate::comm::counted::{Accounts, Counted};
 use crate::comm::threads::ThreadWorld;
 use crate::comm::{CommRef, SingleRank};
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::MemoryAccount;
 use crate::topology::{Axis, RankGrid};
 use burn::tensor::Device;
 use std::any::Any;
@@ -59,12 +60,16 @@ pub struct RankContext {
     pub device: Device,
     /// The moment from which the timelines of all ranks count.
     pub clock: Instant,
+    /// What the rank's threads have allocated.
+    pub memory: MemoryAccount,
 }
 
 impl RankContext {
-    /// A world of one rank on `device`.
+    /// A world of one rank on `device`: the current thread's, whose memory it counts from here on.
     pub fn single(device: Device) -> Self {
         let alone = || ProcessGroup::new(Arc::new(SingleRank));
+        let memory = MemoryAccount::new();
+        memory.enter();
         RankContext {
             rank: 0,
             groups: ProcessGroups {
@@ -76,6 +81,7 @@ impl RankContext {
             },
             device: device.autodiff(),
             clock: Instant::now(),
+            memory,
         }
     }
 
@@ -111,7 +117,7 @@ pub fn run_ranks<T: Send>(
         first.get_or_insert(error);
     };
     let run = &|context: &RankContext| {
-        let outcome = in_pool(context.rank, (cores / size).max(1), || f(context));
+        let outcome = in_pool(context, (cores / size).max(1), || f(context));
         let failed = |failure: Failure| fail(context.rank, failure.into_error(context.rank));
         outcome.map_err(failed).ok()
     };
@@ -175,6 +181,7 @@ fn contexts(world: &Arc<ThreadWorld>, grid: &RankGrid) -> Vec<RankContext> {
             groups,
             device: Device::flex().autodiff(),
             clock,
+            memory: MemoryAccount::new(),
         })
         .collect()
 }
@@ -208,14 +215,16 @@ fn rank_failed(rank: usize, reason: String) -> Error {
 
 /// Runs `f` inside a rank's own thread pool of `threads` threads and catches its panics.
 fn in_pool<T: Send>(
-    rank: usize,
+    context: &RankContext,
     threads: usize,
     f: impl FnOnce() -> Result<T> + Send,
 ) -> std::result::Result<T, Failure> {
+    let (rank, memory) = (context.rank, context.memory);
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .thread_name(move |_| format!("rank {rank}"))
         .stack_size(STACK_BYTES)
+        .start_handler(move |_| memory.enter())
         .build()
         .map_err(|e| Failure::Error(rank_failed(rank, format!("has no thread pool: {e}"))))?;
     // A rank that unwinds is never resumed: only its failure is reported.

@@ -10,7 +10,6 @@
 //!
 //! Start from [`prelude`], and implement [`models::Stage`] for a model of your own.
 
-mod allocator;
 pub mod autograd;
 pub mod comm;
 pub mod data;
@@ -19,6 +18,7 @@ mod error;
 pub mod grads;
 pub mod launch;
 pub mod layers;
+pub mod memory;
 pub mod models;
 pub mod optim;
 pub mod pipeline;
@@ -28,5 +28,5 @@ pub mod shard;
 pub mod topology;
 pub mod train;
 
-pub use allocator::keep_freed_memory;
 pub use error::{Error, ErrorKind, Result, Violation};
+pub use memory::keep_freed_memory;

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
+use crate::memory::MemoryAccount;
 use crate::{Error, Result};
 
 /// Runs a producer ahead of its consumer, by a bounded number of items.
@@ -30,7 +31,10 @@ impl<T: Send + 'static> Prefetch<T> {
     {
         // One item waits in the producer's hands when the channel is full.
         let (sender, receiver) = sync_channel(depth.saturating_sub(1));
+        // What the thread allocates is its consumer's.
+        let memory = MemoryAccount::of_this_thread();
         let run = move || {
+            memory.into_iter().for_each(MemoryAccount::enter);
             for step in steps {
                 // Nothing of the producer is used again after a panic.
                 let item = catch_unwind(AssertUnwindSafe(|| produce(step)))

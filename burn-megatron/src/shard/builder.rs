@@ -17,6 +17,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct ParallelBuilder {
     context: RankContext,
     sequence_parallel: bool,
+    /// Bytes that the rank had allocated before the model, where they are counted.
+    memory_before: Option<u64>,
     specs: Arc<Mutex<HashMap<ParamId, ParamSpec>>>,
 }
 
@@ -26,6 +28,7 @@ impl ParallelBuilder {
         ParallelBuilder {
             context: context.clone(),
             sequence_parallel: false,
+            memory_before: context.memory.current(),
             specs: Arc::default(),
         }
     }
@@ -38,6 +41,12 @@ impl ParallelBuilder {
             sequence_parallel: sequence_parallel && self.tp().size() > 1,
             ..self
         }
+    }
+
+    /// Bytes that the rank has allocated since the builder was made, where they are counted.
+    pub(super) fn allocated(&self) -> Option<u64> {
+        let now = self.context.memory.current()?;
+        Some(now.saturating_sub(self.memory_before?))
     }
 
     /// Whether layers exchange parts of the sequence.

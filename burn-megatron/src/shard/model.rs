@@ -44,6 +44,7 @@ pub struct ShardedModel<M> {
     ranges: Vec<Range<usize>>,
     context: RankContext,
     sequence_parallel: bool,
+    allocated: Option<u64>,
 }
 
 impl<M: Module> ShardedModel<M> {
@@ -73,6 +74,7 @@ impl<M: Module> ShardedModel<M> {
             chunks,
             context: builder.context().clone(),
             sequence_parallel: builder.sequence_parallel(),
+            allocated: builder.allocated(),
         }
     }
 
@@ -84,6 +86,12 @@ impl<M: Module> ShardedModel<M> {
     /// Whether its layers exchange parts of the sequence.
     pub fn sequence_parallel(&self) -> bool {
         self.sequence_parallel
+    }
+
+    /// Bytes that it took to build, where they are counted
+    /// ([`CountingAllocator`](crate::memory::CountingAllocator)).
+    pub fn allocated(&self) -> Option<u64> {
+        self.allocated
     }
 
     /// Its parameters, in flat order.

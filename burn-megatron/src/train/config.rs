@@ -1,6 +1,6 @@
 //! What a run is made of, validated as a whole.
 
-use super::StepVolumes;
+use super::{RankMemory, StepVolumes};
 use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::launch::ProcessGroups;
 use crate::models::gpt::{GptConfig, GptModelConfig};
@@ -257,6 +257,11 @@ impl ResolvedConfig {
     /// What a rank of that place in the pipeline communicates in one step.
     pub fn step_volumes(&self, pp_rank: usize) -> StepVolumes {
         StepVolumes::of(self, pp_rank)
+    }
+
+    /// What a rank of that place in the pipeline needs memory for.
+    pub fn rank_memory(&self, pp_rank: usize) -> RankMemory {
+        RankMemory::of(self, pp_rank)
     }
 
     /// What the ranks of the pipeline do in one step.

@@ -3,6 +3,7 @@
 
 mod config;
 mod generate;
+mod memory;
 mod microbatch;
 mod passes;
 mod step;
@@ -10,6 +11,7 @@ mod volume;
 
 pub use config::{BatchConfig, ResolvedConfig, TrainConfig, TrainerConfig};
 pub use generate::Sampling;
+pub use memory::{MeasuredMemory, RankMemory};
 pub use microbatch::{LossSum, MicroBatch};
 pub use step::{PipelineRecord, StepOutput, Trainer};
 pub use volume::{StepVolume, StepVolumes};

@@ -4,6 +4,7 @@ use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use crate::autograd::BackwardSeed;
 use crate::dropout::PassContext;
 use crate::error::Result;
+use crate::memory::MemoryAccount;
 use crate::models::{Stage, StageInput};
 use crate::pipeline::Work;
 use crate::shard::ShardedModel;
@@ -31,6 +32,18 @@ struct Graph {
     /// What the forward started from, where another stage wants its gradient.
     input: Option<Tensor<3>>,
     end: End,
+    /// What it keeps.
+    bytes: i64,
+}
+
+/// What came of a step's passes on one rank.
+pub(super) struct Passed {
+    /// 0 but on the last stage.
+    pub loss: LossSum,
+    /// The most graphs that were alive at once.
+    pub max_live: usize,
+    /// The most bytes that they kept at once; 0 where nobody counts.
+    pub max_kept: u64,
 }
 
 enum End {
@@ -47,24 +60,46 @@ pub(super) struct Passes<'a, M> {
     gradients: &'a mut [f32],
     live: HashMap<(usize, usize), Graph>,
     max_live: usize,
+    memory: MemoryAccount,
+    /// Bytes in use before the first pass.
+    before: i64,
+    /// Bytes that the live graphs keep.
+    kept: i64,
+    max_kept: i64,
     loss: LossSum,
 }
 
 impl<'a, M: Stage> Passes<'a, M> {
-    pub fn new(step: Step<'a>, model: &'a ShardedModel<M>, gradients: &'a mut [f32]) -> Self {
+    pub fn new(
+        step: Step<'a>,
+        model: &'a ShardedModel<M>,
+        gradients: &'a mut [f32],
+        memory: MemoryAccount,
+    ) -> Self {
         Passes {
             step,
             model,
             gradients,
             live: HashMap::new(),
             max_live: 0,
+            memory,
+            before: in_use(memory),
+            kept: 0,
+            max_kept: 0,
             loss: LossSum::default(),
         }
     }
 
-    /// This rank's loss, 0 but on the last stage, and the most graphs that were alive at once.
-    pub fn finish(self) -> (LossSum, usize) {
-        (self.loss, self.max_live)
+    /// What came of it.
+    pub fn finish(self) -> Passed {
+        // What stays although every graph is gone was no graph's: the matrix products' workspace, which
+        // the first step allocates.
+        let stays = (in_use(self.memory) - self.before).max(0);
+        Passed {
+            loss: self.loss,
+            max_live: self.max_live,
+            max_kept: (self.max_kept - stays).try_into().unwrap_or(0),
+        }
     }
 }
 
@@ -81,6 +116,8 @@ impl<M: Stage> Work for Passes<'_, M> {
     ) -> Result<Option<Vec<u8>>> {
         let step = self.step;
         let chunk = &self.model.chunks()[step.pipeline.chunk_of(stage)];
+        let received = input.as_ref().map_or(0, Vec::capacity);
+        let before = in_use(self.memory) - received as i64;
         let input = input.map(|bytes| {
             let data = step.hidden_data(chunk, bytes);
             Tensor::from_data(data, step.device).require_grad()
@@ -94,8 +131,13 @@ impl<M: Stage> Work for Passes<'_, M> {
             let message = to_bytes(output.clone().inner());
             (End::Output(BackwardSeed::new(output)), Some(message))
         };
-        self.live.insert((stage, microbatch), Graph { input, end });
+        let to_send = message.as_ref().map_or(0, Vec::capacity);
+        let bytes = in_use(self.memory) - before - to_send as i64;
+        let graph = Graph { input, end, bytes };
+        self.live.insert((stage, microbatch), graph);
         self.max_live = self.max_live.max(self.live.len());
+        self.kept += bytes;
+        self.max_kept = self.max_kept.max(self.kept);
         Ok(message)
     }
 
@@ -106,7 +148,9 @@ impl<M: Stage> Work for Passes<'_, M> {
         gradient: Option<Vec<u8>>,
     ) -> Result<Option<Vec<u8>>> {
         let graph = self.live.remove(&(stage, microbatch));
-        let Graph { input, end } = graph.expect("a checked schedule runs forward first");
+        let graph = graph.expect("a checked schedule runs forward first");
+        let Graph { input, end, bytes } = graph;
+        self.kept -= bytes;
         let chunk = self.step.pipeline.chunk_of(stage);
         let mut gradients: Gradients = match (end, gradient) {
             (End::Loss(loss), _) => loss.backward(),
@@ -248,6 +292,12 @@ pub(super) fn hidden_data(bytes: Vec<u8>, shape: [usize; 3]) -> TensorData {
     // Bytes may lie anywhere, f32 only at multiples of 4: hence a copy.
     let values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
     TensorData::new(values, shape)
+}
+
+/// Bytes in use; 0 where nobody counts.
+fn in_use(memory: MemoryAccount) -> i64 {
+    let bytes = memory.current().unwrap_or(0);
+    bytes.try_into().unwrap_or(i64::MAX)
 }
 
 /// A tensor as a message.

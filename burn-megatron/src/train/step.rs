@@ -1,8 +1,8 @@
 //! One rank's trainer.
 
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
-use super::passes::{ForwardPasses, Passes, Step};
-use super::{ResolvedConfig, TrainerConfig};
+use super::passes::{ForwardPasses, Passed, Passes, Step};
+use super::{MeasuredMemory, RankMemory, ResolvedConfig, TrainerConfig};
 use crate::dropout::PassContext;
 use crate::error::{Error, Result, Violation};
 use crate::grads;
@@ -51,6 +51,7 @@ pub struct Trainer<M = GptModel> {
     gradients: Vec<f32>,
     iteration: usize,
     last_step: PipelineRecord,
+    memory: Option<MeasuredMemory>,
 }
 
 /// What this rank did in the pipeline in one step.
@@ -106,12 +107,28 @@ impl<M: Stage> Trainer<M> {
             return Err(Error::config(vec![violation]));
         }
         let schedule = config.schedule_of(model.chunks().len(), &rank.groups)?;
+        let (optimizer, optimizer_bytes) = rank.memory.measure(|| {
+            let optimizer = AdamW::new(config.optimizer.adamw(), model.params());
+            (optimizer, model.values())
+        });
+        let (gradients, gradient_bytes) = rank.memory.measure(|| vec![0.0; model.num_elements()]);
+        let measured = || {
+            Some(RankMemory {
+                weights: model.allocated()?,
+                gradients: gradient_bytes?,
+                optimizer: optimizer_bytes?,
+                activations: 0,
+            })
+        };
+        let memory = measured().map(|parts| MeasuredMemory { parts, peak: 0 });
+        let (optimizer, values) = optimizer;
         Ok(Trainer {
             evaluation: schedule.forward_only(),
             schedule,
-            optimizer: AdamW::new(config.optimizer.adamw(), model.params()),
-            values: model.values(),
-            gradients: vec![0.0; model.num_elements()],
+            optimizer,
+            values,
+            gradients,
+            memory,
             model,
             config,
             context: rank.clone(),
@@ -140,6 +157,12 @@ impl<M: Stage> Trainer<M> {
         &self.last_step
     }
 
+    /// What this rank's memory went to, as of the last step; `None` where the program does not count
+    /// ([`CountingAllocator`](crate::memory::CountingAllocator)).
+    pub fn memory(&self) -> Option<&MeasuredMemory> {
+        self.memory.as_ref()
+    }
+
     /// One optimizer step over this data-parallel rank's share of the global batch. Every rank calls
     /// it; the microbatches are those of the ranks that
     /// [read the data](RankContext::reads_data), which share them with their tensor-parallel group:
@@ -153,10 +176,15 @@ impl<M: Stage> Trainer<M> {
         let microbatches = self.take(microbatches)?;
         let step = self.step(&microbatches, &self.context.device, true);
         self.gradients.fill(0.0);
-        let mut passes = Passes::new(step, &self.model, &mut self.gradients);
-        let clock = self.context.clock;
+        let (clock, memory) = (self.context.clock, self.context.memory);
+        memory.reset_peak();
+        let mut passes = Passes::new(step, &self.model, &mut self.gradients, memory);
         let spans = pipeline::execute(&self.schedule, &*groups.pp.comm, &mut passes, clock)?;
-        let (loss, max_live) = passes.finish();
+        let Passed {
+            loss,
+            max_live,
+            max_kept,
+        } = passes.finish();
         self.last_step = PipelineRecord { spans, max_live };
         let loss = loss
             .all_reduce(&groups.dp.comm)?
@@ -182,6 +210,10 @@ impl<M: Stage> Trainer<M> {
         );
         self.model.set_values(&self.values);
         self.iteration += 1;
+        if let Some(measured) = &mut self.memory {
+            measured.parts.activations = max_kept;
+            measured.peak = memory.peak().unwrap_or(0);
+        }
         Ok(StepOutput {
             iteration: self.iteration,
             lm_loss: loss.mean(),

@@ -9,6 +9,7 @@ mod rendezvous;
 
 use super::{Communicator, ReduceOp};
 use crate::error::Result;
+use crate::memory::{given_away, taken_over};
 use rendezvous::{Call, Group, Op, lock};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -209,6 +210,7 @@ impl Communicator for ThreadCommunicator {
     fn send(&self, message: Vec<u8>, to: usize) -> Result<()> {
         self.check_peer(to);
         self.check_world("send")?;
+        given_away(message.capacity());
         self.group.mail.post(self.rank, to, message);
         Ok(())
     }
@@ -219,6 +221,7 @@ impl Communicator for ThreadCommunicator {
         let deadline = Instant::now() + self.world.timeout;
         let check = || self.check_world(op);
         let message = self.group.mail.take(from, self.rank, deadline, check)?;
+        taken_over(message.as_ref().map_or(0, Vec::capacity));
         let peer = self.group.members[from];
         match message {
             Some(message) if message.len() == len => Ok(message),

@@ -1,0 +1,266 @@
+//! What a rank's memory goes to, predicted from the configuration: plain arithmetic; and what was
+//! measured of it.
+
+use super::ResolvedConfig;
+use crate::layers::{Activation, Recompute};
+use crate::pipeline::Kind;
+use crate::topology::StageLayers;
+
+/// Bytes of one rank that stay over a step, or from a forward to its backward.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RankMemory {
+    /// The model's parameters.
+    pub weights: u64,
+    /// The sums of their gradients over a step's microbatches.
+    pub gradients: u64,
+    /// Master weights and both moments.
+    pub optimizer: u64,
+    /// What the graphs of all microbatches in flight keep for their backwards, at most.
+    pub activations: u64,
+}
+
+/// What a rank's allocator counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MeasuredMemory {
+    pub parts: RankMemory,
+    /// The most that was in use at once during the last step: beside the parts, one microbatch's
+    /// gradients, what a backward works with, and whatever else the rank holds.
+    pub peak: u64,
+}
+
+const F32: u64 = 4;
+const I32: u64 = 4;
+const I64: u64 = 8;
+
+impl RankMemory {
+    /// For a GPT, on the ranks of one place in the pipeline.
+    pub(super) fn of(config: &ResolvedConfig, pp_rank: usize) -> Self {
+        let parameters = F32 * config.parameters_per_rank(pp_rank) as u64;
+        RankMemory {
+            weights: parameters,
+            gradients: parameters,
+            optimizer: 3 * parameters,
+            activations: activations(config, pp_rank),
+        }
+    }
+}
+
+/// The most that is kept at once, over the rank's schedule.
+fn activations(config: &ResolvedConfig, pp_rank: usize) -> u64 {
+    let schedule = config.pipeline_schedule();
+    let chunks: Vec<u64> = (config.layout().stages_of(pp_rank))
+        .map(|stage| KeptValues::new(config).of_stage(stage))
+        .collect();
+    let (mut held, mut most) = (0, 0);
+    for action in schedule.compute(pp_rank) {
+        let bytes = chunks[schedule.shape().chunk_of(action.stage)];
+        match action.kind {
+            Kind::Forward => held += bytes,
+            _ => held -= bytes,
+        }
+        most = most.max(held);
+    }
+    most
+}
+
+/// What one microbatch's graph keeps on one rank.
+///
+/// A layer of a GPT keeps, in f32 values (`s` sequence, `b` samples, `h` hidden, `t` tensor-parallel
+/// ranks, `a` heads; an MLP of `4h`):
+///
+/// | what | values |
+/// |---|---|
+/// | both norms: the normalised input; their outputs, as the inputs of QKV and fc1 | `4 sbh` |
+/// | both dropouts, where there are any: the factors | `2 sbh` |
+/// | attention: Q, K, V, and its output as the projection's input | `4 sbh/t` |
+/// | attention: probabilities, unless they are recomputed | `as²b/t` |
+/// | MLP: GELU's input and gate, and its output as the input of fc2 | `12 sbh/t` |
+///
+/// In bytes `sbh (16 + 8 + 64/t + 4as/(ht))`; Korthikanti et al. 2022 count
+/// `sbh (10 + 24/t + 5as/(ht))` in 16 bit. Sequence parallelism divides the first two rows by `t` as
+/// well. Full recomputation keeps `sbh` for each group of layers, `sbh/t` under sequence parallelism.
+struct KeptValues<'a> {
+    config: &'a ResolvedConfig,
+    /// `s b`
+    tokens: u64,
+    /// Ranks that share the tensor-parallel regions.
+    t: u64,
+    /// Ranks that share the rest: `t` under sequence parallelism, else 1.
+    parts: u64,
+}
+
+impl<'a> KeptValues<'a> {
+    fn new(config: &'a ResolvedConfig) -> Self {
+        let (batch, t) = (
+            config.config().batch,
+            config.layout().grid.sizes().tp as u64,
+        );
+        KeptValues {
+            config,
+            tokens: (batch.seq_length * batch.micro_batch_size) as u64,
+            t,
+            parts: match config.config().parallel.sequence_parallel {
+                true => t,
+                false => 1,
+            },
+        }
+    }
+
+    /// `[s, b, h]`, or the rank's part of it.
+    fn hidden(&self) -> u64 {
+        self.tokens * self.config.config().model.hidden_size as u64 / self.parts
+    }
+
+    /// A norm over the hidden size: its normalised input, a scale for each token, and its output.
+    fn norm(&self) -> u64 {
+        2 * self.hidden() + self.tokens / self.parts
+    }
+
+    fn layer(&self) -> u64 {
+        let model = self.config.model().transformer;
+        let of = |features: usize| self.tokens * features as u64 / self.t;
+        let (a, g) = (model.num_attention_heads, model.num_query_groups);
+        let (d, f) = (model.kv_channels, model.ffn_hidden_size);
+        let qkv = of((a + 2 * g) * d);
+        let head_norms = match model.qk_layernorm {
+            true => of((a + g) * (d + 1)),
+            false => 0,
+        };
+        let probabilities = match model.recompute {
+            Some(Recompute::Selective) => 0,
+            _ => of(a * self.config.config().batch.seq_length),
+        };
+        let inner = match model.activation {
+            Activation::Gelu(_) | Activation::SwiGlu => of(2 * f),
+            Activation::SquaredRelu => of(f),
+        };
+        let dropouts = 2 * self.dropout();
+        let attention = qkv + head_norms + probabilities + of(a * d);
+        2 * self.norm() + dropouts + attention + inner + of(f)
+    }
+
+    /// The factors of one dropout on `[s, b, h]`.
+    fn dropout(&self) -> u64 {
+        match self.config.config().model.hidden_dropout > 0.0 {
+            true => self.hidden(),
+            false => 0,
+        }
+    }
+
+    /// Bytes of a whole stage.
+    fn of_stage(&self, stage: &StageLayers) -> u64 {
+        let model = self.config.model();
+        let layers = stage.layers.len();
+        let recompute = model.transformer.recompute;
+        let groups = recompute.map_or(Vec::new(), |recompute| recompute.groups(layers));
+        let recomputed: usize = groups.iter().map(|group| group.len()).sum();
+        let mut values = (layers - recomputed) as u64 * self.layer();
+        let mut bytes = 0;
+        // A stage's input is kept with its gradient's node, and is the first group's as well.
+        let inputs = groups.len().max(usize::from(!stage.is_first())) as u64;
+        values += inputs * self.hidden();
+        if stage.is_first() {
+            values += self.dropout();
+            // The tokens; and which of them are in this rank's part of the table.
+            bytes += I32 * self.tokens;
+            values += if self.t > 1 { self.tokens } else { 0 };
+        }
+        if stage.is_last() {
+            let vocab = model.padded_vocab_size as u64 / self.t;
+            // The softmax; each token's place in it and whether it is there.
+            values += self.norm() + self.tokens * (vocab + 1);
+            bytes += I64 * self.tokens;
+        }
+        bytes + F32 * values
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layers::RecomputeGranularity;
+    use crate::models::gpt::GptConfig;
+    use crate::optim::OptimizerConfig;
+    use crate::topology::ParallelConfig;
+    use crate::train::{BatchConfig, TrainConfig};
+
+    const S: u64 = 1024;
+    const B: u64 = 4;
+    const H: u64 = 1024;
+    const A: u64 = 16;
+
+    fn config(t: usize, sequence_parallel: bool, model: GptConfig) -> ResolvedConfig {
+        let config = TrainConfig {
+            model: GptConfig {
+                num_layers: 24,
+                hidden_size: H as usize,
+                num_attention_heads: A as usize,
+                ..model
+            },
+            parallel: ParallelConfig {
+                tensor_model_parallel_size: t,
+                sequence_parallel,
+                ..ParallelConfig::default()
+            },
+            batch: BatchConfig {
+                seq_length: S as usize,
+                micro_batch_size: B as usize,
+                global_batch_size: B as usize,
+            },
+            optimizer: OptimizerConfig::default(),
+            vocab_size: 50257,
+            train_iters: 1,
+            seed: 1,
+            calculate_per_token_loss: false,
+        };
+        config.resolve().unwrap()
+    }
+
+    fn dropout() -> GptConfig {
+        GptConfig {
+            hidden_dropout: 0.1,
+            attention_dropout: 0.1,
+            ..GptConfig::default()
+        }
+    }
+
+    /// Bytes of a layer, as the table says; a norm's scale of each token apart.
+    #[test]
+    fn a_layer_keeps_what_the_table_says() {
+        let sbh = S * B * H;
+        for t in [1, 2, 4, 8] {
+            let plain = config(t, false, dropout());
+            let t = t as u64;
+            let scales = 2 * F32 * S * B;
+            let split = 64 * sbh / t + 4 * A * S * S * B / t;
+            let layer = F32 * KeptValues::new(&plain).layer();
+            assert_eq!(layer, 24 * sbh + split + scales);
+            if t > 1 {
+                let divided = config(t as usize, true, dropout());
+                let layer = F32 * KeptValues::new(&divided).layer();
+                assert_eq!(layer, (24 * sbh + scales) / t + split);
+            }
+            let selective = GptConfig {
+                recompute_granularity: Some(RecomputeGranularity::Selective),
+                ..dropout()
+            };
+            let layer = F32 * KeptValues::new(&config(t as usize, false, selective)).layer();
+            assert_eq!(layer, 24 * sbh + 64 * sbh / t + scales);
+        }
+    }
+
+    #[test]
+    fn full_recomputation_keeps_one_input_for_each_group() {
+        let stage = StageLayers::whole(24);
+        let bytes = |num_layers| {
+            let full = GptConfig {
+                recompute_granularity: Some(RecomputeGranularity::Full),
+                recompute_num_layers: Some(num_layers),
+                ..GptConfig::default()
+            };
+            KeptValues::new(&config(1, false, full)).of_stage(&stage)
+        };
+        assert_eq!(bytes(1) - bytes(24), 23 * F32 * S * B * H);
+        assert_eq!(bytes(1) - bytes(5), 19 * F32 * S * B * H);
+    }
+}

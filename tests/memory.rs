@@ -1,0 +1,127 @@
+//! What a rank's memory goes to, against what the configuration predicts.
+
+use burn_megatron::memory::CountingAllocator;
+use burn_megatron::prelude::*;
+use burn_megatron::train::{MeasuredMemory, RankMemory};
+use megatron_tests::Run;
+
+#[global_allocator]
+static HEAP: CountingAllocator = CountingAllocator;
+
+const UNIFORM: Option<Recompute> = full(RecomputeMethod::Uniform, 1);
+
+const fn full(method: RecomputeMethod, num_layers: usize) -> Option<Recompute> {
+    Some(Recompute::Full { method, num_layers })
+}
+
+/// Every rank's predicted and measured memory after two steps of four micro batches of so many samples of
+/// 128 tokens.
+fn memory(run: Run, samples: usize) -> Vec<(RankMemory, MeasuredMemory)> {
+    let mut config = run.config().config().clone();
+    config.batch = BatchConfig {
+        seq_length: 128,
+        micro_batch_size: samples,
+        global_batch_size: 4 * samples,
+    };
+    let config = config.resolve().expect("a legal configuration");
+    let microbatch = |i: usize| MicroBatch {
+        tokens: (0..129 * samples)
+            .map(|t| ((i * 31 + t * 7) % 128) as i64)
+            .collect(),
+        loss_mask: None,
+    };
+    let ranks = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
+        let mut trainer = Trainer::new(&config, rank, None)?;
+        let share = rank.reads_data().then(|| (0..4).map(microbatch).collect());
+        let share: Vec<MicroBatch> = share.unwrap_or_default();
+        for _ in 0..2 {
+            trainer.train_step(&share)?;
+        }
+        let predicted = config.rank_memory(rank.groups.pp.comm.rank());
+        Ok((predicted, *trainer.memory().expect("the tests count")))
+    });
+    ranks.expect("ranks")
+}
+
+/// Three samples in place of one: what the graphs' nodes take cancels, what stays is values. Sequence
+/// parallelism divides what plain tensor parallelism replicates; full recomputation keeps one input for
+/// each layer.
+#[test]
+fn graphs_keep_what_was_predicted() {
+    let sequence_parallel = Run {
+        sequence_parallel: true,
+        ..Run::at(2, 1)
+    };
+    let selective = Some(Recompute::Selective);
+    let block = full(RecomputeMethod::Block, 1);
+    let base = Run::at(1, 1);
+    for run in [
+        base,
+        Run {
+            dropout: 0.1,
+            ..base
+        },
+        Run {
+            llama: true,
+            ..base
+        },
+        Run {
+            recompute: selective,
+            ..base
+        },
+        Run {
+            recompute: UNIFORM,
+            ..base
+        },
+        Run::at(2, 1),
+        sequence_parallel,
+        Run {
+            llama: true,
+            dropout: 0.1,
+            ..sequence_parallel
+        },
+        Run {
+            recompute: block,
+            ..sequence_parallel
+        },
+        Run {
+            recompute: UNIFORM,
+            ..sequence_parallel.with_pipeline(2, 1)
+        },
+        base.with_pipeline(2, 1),
+        base.with_pipeline(2, 2),
+        base.with_pipeline(4, 1),
+    ] {
+        let (one, three) = (memory(run, 1), memory(run, 3));
+        for (rank, (one, three)) in one.into_iter().zip(three).enumerate() {
+            let want = three.0.activations - one.0.activations;
+            let got = three.1.parts.activations - one.1.parts.activations;
+            let what = format!(
+                "{} dropout {} {:?}",
+                run.layout(),
+                run.dropout,
+                run.recompute
+            );
+            assert!(
+                got.abs_diff(want) <= want / 1000 + 4096,
+                "{what}, rank {rank}: {got} bytes, not {want}"
+            );
+        }
+    }
+}
+
+#[test]
+fn weights_gradients_and_optimizer_take_what_was_predicted() {
+    for run in [Run::at(1, 1), Run::at(2, 1).with_pipeline(2, 1)] {
+        for (predicted, measured) in memory(run, 1) {
+            let (got, want) = (measured.parts, predicted);
+            assert_eq!(got.gradients, want.gradients);
+            assert!(got.optimizer - want.optimizer < 4096, "{got:?}");
+            // Beside the values, each parameter has a name, a specification and a node.
+            let parameters = 4096 * 60;
+            assert!(got.weights - want.weights < parameters, "{got:?}");
+            let all = got.weights + got.gradients + got.optimizer + got.activations;
+            assert!(measured.peak > all, "{measured:?}");
+        }
+    }
+}
