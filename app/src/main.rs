@@ -5,12 +5,18 @@ mod config;
 mod data;
 mod error;
 mod preprocess;
+mod say;
 mod schedule;
 mod train;
 mod units;
 
+use burn_megatron::memory::CountingAllocator;
 use clap::Parser;
 use std::process::ExitCode;
+
+/// Counts what each rank allocates, for the memory report.
+#[global_allocator]
+static HEAP: CountingAllocator = CountingAllocator;
 
 fn main() -> ExitCode {
     burn_megatron::keep_freed_memory();

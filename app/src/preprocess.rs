@@ -3,6 +3,7 @@
 use crate::cli::PreprocessArgs;
 use crate::data::build_tokenizer;
 use crate::error::{Failure, Result};
+use crate::say::say;
 use crate::units::{duration, grouped};
 use burn_megatron::data::{PreprocessConfig, Progress, Report, preprocess};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -33,7 +34,7 @@ pub fn run(args: &PreprocessArgs) -> Result<ExitCode> {
         let next = "correct that line, or leave such lines out with --skip-bad-lines";
         Failure::bad_line(error, next)
     })?;
-    println!("{}", totals(&config, &report));
+    say!("{}", totals(&config, &report));
     Ok(ExitCode::SUCCESS)
 }
 

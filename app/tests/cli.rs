@@ -519,3 +519,54 @@ fn rules_of_the_models_parts_are_checked() {
     let rule = "tensor_model_parallel_size 2 must divide seq_length 31";
     assert!(message.contains(rule), "{message}");
 }
+
+/// Memory is predicted before the run and counted in its first step; what recomputation saves is seen in
+/// both.
+#[test]
+fn the_first_step_tells_where_each_ranks_memory_went() {
+    let (kept, full) = (Run::new(), Run::new());
+    let activations = |said: &str| -> Vec<f64> {
+        let rows = said
+            .lines()
+            .skip_while(|l| !l.starts_with("memory of each"));
+        let row = rows.clone().nth(2).unwrap();
+        assert!(rows.clone().nth(1).unwrap().ends_with("peak of the step"));
+        assert_eq!(rows.take_while(|l| !l.starts_with("iteration")).count(), 6);
+        // rank, then "a / b" for weights, gradients, optimizer, activations.
+        let words: Vec<&str> = row.split_whitespace().collect();
+        let kilobytes = |at: usize| {
+            let unit = match words[at + 1] {
+                "kB" => 1.0,
+                "MB" => 1e3,
+                unit => panic!("{unit}: {row}"),
+            };
+            unit * words[at].parse::<f64>().unwrap()
+        };
+        vec![kilobytes(16), kilobytes(19)]
+    };
+    let said = stdout(&mut fixture_run(&kept));
+    assert!(said.contains("memory    "), "{said}");
+    let kept_bytes = activations(&said);
+    let mut command = fixture_run(&full);
+    let said = stdout(command.args(["--recompute-granularity", "full"]));
+    let full_bytes = activations(&said);
+    assert_eq!(kept.losses(), full.losses());
+    for (full, kept) in full_bytes.into_iter().zip(kept_bytes) {
+        assert!(full < 0.4 * kept, "{full} kB, not much below {kept}");
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_does_not_end_the_run() {
+    let run = Run::new();
+    let built = fixture_run(&run);
+    let mut command = std::process::Command::new(built.get_program());
+    command.args(built.get_args()).current_dir(root());
+    let mut child = command
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    assert!(child.wait().unwrap().success());
+    assert_eq!(run.losses().len(), 8);
+}

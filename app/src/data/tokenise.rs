@@ -1,6 +1,7 @@
 //! A `.jsonl` data path, tokenised on first use into the run's folder.
 
 use crate::error::{Failure, Result};
+use crate::say::say;
 use crate::units::grouped;
 use burn_megatron::data::{PreprocessConfig, Tokenizer, preprocess};
 use std::fs;
@@ -29,7 +30,7 @@ pub fn run(input: &Path, tokenizer: &Tokenizer, run_dir: &Path) -> Result<PathBu
         Failure::bad_line(error, next)
     })?;
     let prefix = config.output(KEY);
-    println!(
+    say!(
         "tokenised {} into {}: {} documents, {} tokens",
         input.display(),
         prefix.display(),

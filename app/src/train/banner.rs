@@ -1,17 +1,19 @@
 //! What a run says before its first step.
 
+use super::memory;
 use super::pipeline;
 use super::plan::Plan;
 use crate::data::RunData;
+use crate::say::say;
 use crate::units::grouped;
 use burn_megatron::optim::LrDecayStyle;
 
 /// Prints the resolved configuration, compactly; the whole of it stands in the run's config.toml.
 pub fn print(plan: &Plan) {
     for (name, value) in lines(plan) {
-        println!("{name:<9} {value}");
+        say!("{name:<9} {value}");
     }
-    println!();
+    say!("");
 }
 
 fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
@@ -58,6 +60,7 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
         None => format!("random, seed {}", training.seed),
     };
     lines.push(("weights", start));
+    lines.push(("memory", memory::planned(plan)));
     lines.push(("run dir", plan.run_dir.display().to_string()));
     lines
 }

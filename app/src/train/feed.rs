@@ -16,7 +16,7 @@ use burn_megatron::{Error, Result};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Where rank 0 reports.
 pub struct Feed {
@@ -24,6 +24,7 @@ pub struct Feed {
     store: Arc<EventStoreClient>,
     interrupter: Interrupter,
     metrics: Option<MetricsFile>,
+    remarks: Remarks,
     /// Every step's speed, loss and place, for the summary.
     pub history: History,
 }
@@ -50,12 +51,14 @@ impl Feed {
         store: Arc<EventStoreClient>,
         interrupter: Interrupter,
         metrics: Option<MetricsFile>,
+        remarks: Remarks,
     ) -> Self {
         Feed {
             processor,
             store,
             interrupter,
             metrics,
+            remarks,
             history: History::default(),
         }
     }
@@ -74,6 +77,11 @@ impl Feed {
     fn valid(&mut self, event: LearnerEvent<EvalReport>) {
         let done = self.processor.process_valid(event);
         self.interrupter.fail_on_error(done);
+    }
+
+    /// Has lines printed below the next step's, where lines are printed.
+    pub fn remark(&self, lines: Vec<String>) {
+        self.remarks.add(lines);
     }
 
     pub fn start_interval(&mut self, interval: usize, steps: usize) {
@@ -138,6 +146,23 @@ impl Feed {
             let loss = self.store.find_metric(name, interval, mean, &Split::Valid);
             loss.map(|loss| (loss, interval))
         });
+    }
+}
+
+/// What is said beside the metrics, on its way to the renderer, whose events have no place for it.
+#[derive(Debug, Default, Clone)]
+pub struct Remarks(Arc<Mutex<Vec<String>>>);
+
+impl Remarks {
+    fn add(&self, lines: Vec<String>) {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.extend(lines);
+    }
+
+    /// What waits to be printed.
+    pub fn take(&self) -> Vec<String> {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *waiting)
     }
 }
 

@@ -1,5 +1,6 @@
 //! The progress lines: a burn-train renderer for logs, pipes and `--no-tui`.
 
+use super::feed::Remarks;
 use super::metrics::{GRAD_NORM, LEARNING_RATE, LOSS, STEP_TIME, TOKENS_PER_SECOND};
 use crate::units::{duration, grouped};
 use burn::train::LearnerSummary;
@@ -29,6 +30,7 @@ pub struct LineConfig {
 /// Loss, norm and rate are the step's own; tokens/s and ms/step are means since the last line.
 pub struct Lines<W> {
     config: LineConfig,
+    remarks: Remarks,
     out: W,
     names: HashMap<MetricId, String>,
     /// The latest value of each metric of the split under way.
@@ -42,9 +44,10 @@ pub struct Lines<W> {
 }
 
 impl<W: Write> Lines<W> {
-    pub fn new(config: LineConfig, out: W) -> Self {
+    pub fn new(config: LineConfig, remarks: Remarks, out: W) -> Self {
         Lines {
             config,
+            remarks,
             out,
             names: HashMap::new(),
             values: HashMap::new(),
@@ -93,6 +96,9 @@ impl<W: Write> Lines<W> {
             let line = self.line();
             self.print(&line);
             self.since = (0, 0.0, 0.0);
+        }
+        for remark in self.remarks.take() {
+            self.print(&remark);
         }
     }
 
@@ -242,7 +248,7 @@ mod tests {
             log_interval: 2,
             global_batch_size: 16,
         };
-        let mut lines = Lines::new(config, Vec::new());
+        let mut lines = Lines::new(config, Remarks::default(), Vec::new());
         for name in NAMES {
             lines.register_metric(MetricDefinition {
                 metric_id: id(name),

@@ -9,6 +9,7 @@ mod banner;
 mod feed;
 mod interrupt;
 mod lines;
+mod memory;
 mod metrics;
 mod pipeline;
 mod plan;

@@ -1,6 +1,7 @@
 //! One rank's run: steps, evaluations, and what is left behind at the end.
 
 use super::feed::Feed;
+use super::memory;
 use super::metrics::{EvalReport, StepReport};
 use super::plan::Plan;
 use crate::data::BatchSource;
@@ -10,7 +11,7 @@ use burn_megatron::comm::counted::{Account, Collective};
 use burn_megatron::comm::{Communicator, ReduceOp};
 use burn_megatron::launch::{ProcessGroup, ProcessGroups, RankContext};
 use burn_megatron::pipeline::Span;
-use burn_megatron::train::{MicroBatch, StepVolume, StepVolumes, Trainer};
+use burn_megatron::train::{MeasuredMemory, MicroBatch, StepVolume, StepVolumes, Trainer};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -26,6 +27,8 @@ pub struct RankEnd {
     pub communication: Communication,
     /// What this rank did in the pipeline in the last step, in seconds of one clock.
     pub spans: Vec<Span>,
+    /// What every rank's memory went to in the first step.
+    pub memory: Vec<MeasuredMemory>,
 }
 
 /// A kind of communication that is predicted and counted.
@@ -180,6 +183,11 @@ impl Rank<'_> {
             let before = Communication::so_far(self.groups);
             let report = train_step(&mut self.trainer, batches)?;
             self.end.communication.add_since(before, self.groups);
+            if self.end.memory.is_empty() {
+                self.end.memory = self.trainer.memory_of_all()?.unwrap_or_default();
+                let (plan, memory) = (self.plan, self.end.memory.clone());
+                self.report(|feed| feed.remark(memory::table(plan, &memory)));
+            }
             if !report.lm_loss.is_finite() {
                 self.end.diverged_at = Some(report.iteration);
             }

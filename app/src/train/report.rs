@@ -1,36 +1,39 @@
 //! What a run says after its last step.
 
+use super::memory;
 use super::pipeline;
 use super::plan::Plan;
 use super::rank;
 use super::strategy::Ended;
+use super::terminal;
 use crate::error::Result;
+use crate::say::say;
 use crate::units::{bytes, duration, grouped};
 use std::time::Duration;
 
 /// Prints the sample, the summary and the files.
 pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
-    println!();
+    say!("");
     let history = &ended.history;
     let (Some(first), Some(last)) = (&history.first, &history.last) else {
-        println!("no step was taken");
+        say!("no step was taken");
         return Ok(());
     };
     if let (Some(sample), Some(tokens)) = (&plan.sample, &ended.sample) {
-        println!("sample after {} steps:", last.iteration);
+        say!("sample after {} steps:", last.iteration);
         let text = sample.text(tokens)?;
-        text.lines().for_each(|line| println!("  {line}"));
-        println!();
+        text.lines().for_each(|line| say!("  {line}"));
+        say!("");
     }
     let steps = plan.config.training.train_iters;
     match ended.interrupted {
-        true => println!(
+        true => say!(
             "stopped by request at iteration {} of {steps}",
             last.iteration
         ),
-        false => println!("trained {steps} steps in {}", duration(wall)),
+        false => say!("trained {steps} steps in {}", duration(wall)),
     }
-    println!(
+    say!(
         "  loss      {:.4} at first, {:.4} at last ({:.0}%)",
         first.lm_loss,
         last.lm_loss,
@@ -42,19 +45,25 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
         let iteration = all
             .get(interval - 1)
             .map_or(last.iteration, |steps| steps.end);
-        println!("  validated {loss:.4} at best, after iteration {iteration}");
+        say!("  validated {loss:.4} at best, after iteration {iteration}");
     }
-    println!(
+    say!(
         "  speed     {} tokens/s, median",
         grouped(median(&history.speeds) as u64)
     );
     for line in communication(plan, ended, last.iteration as u64) {
-        println!("  {line}");
+        say!("  {line}");
+    }
+    // Whoever saw lines has seen it below the first.
+    if terminal::has_dashboard() {
+        for line in memory::table(plan, &ended.memory) {
+            say!("  {line}");
+        }
     }
     if let Some(line) = pipeline::line(plan, ended) {
-        println!("  pipeline  {line}");
+        say!("  pipeline  {line}");
     }
-    println!("  files     {}", files(plan));
+    say!("  files     {}", files(plan));
     Ok(())
 }
 

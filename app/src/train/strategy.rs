@@ -1,6 +1,6 @@
 //! burn-train's training loop, replaced by rank threads.
 
-use super::feed::{Feed, History, MetricsFile};
+use super::feed::{Feed, History, MetricsFile, Remarks};
 use super::metrics::{self, EvalReport, StepReport};
 use super::plan::Plan;
 use super::rank::{self, Communication, RankEnd};
@@ -19,6 +19,7 @@ use burn::train::{
 };
 use burn_megatron::launch::run_ranks;
 use burn_megatron::pipeline::Span;
+use burn_megatron::train::MeasuredMemory;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the run ended, for the report.
@@ -31,6 +32,8 @@ pub struct Ended {
     pub communication: Communication,
     /// Of each rank, in the last step.
     pub spans: Vec<Vec<Span>>,
+    /// Of each rank, in the first step.
+    pub memory: Vec<MeasuredMemory>,
     pub history: History,
 }
 
@@ -45,11 +48,13 @@ pub fn launch(plan: &Arc<Plan>) -> Result<Ended> {
         Some(path) => Some(MetricsFile::create(path)?),
         None => None,
     };
-    let renderer = terminal::renderer(plan, &interrupter);
+    let remarks = Remarks::default();
+    let renderer = terminal::renderer(plan, &interrupter, &remarks);
     interrupt::install(&interrupter)?;
     let strategy = Arc::new(RankThreads {
         plan: plan.clone(),
         metrics_file: Mutex::new(metrics_file),
+        remarks,
         ended: Mutex::new(None),
     });
     let (train, valid) = (Arc::new(NoLoader), Arc::new(NoLoader));
@@ -76,6 +81,7 @@ pub fn launch(plan: &Arc<Plan>) -> Result<Ended> {
 struct RankThreads {
     plan: Arc<Plan>,
     metrics_file: Mutex<Option<MetricsFile>>,
+    remarks: Remarks,
     ended: Mutex<Option<Result<Ended>>>,
 }
 
@@ -94,6 +100,7 @@ impl SupervisedLearningStrategy<Shim> for RankThreads {
             components.event_store,
             interrupter.clone(),
             lock(&self.metrics_file).take(),
+            self.remarks.clone(),
         ));
         let grid = &self.plan.resolved.layout().grid;
         let ends = run_ranks(grid, self.plan.timeout(), |rank| {
@@ -131,6 +138,7 @@ fn judge(ends: Vec<RankEnd>, history: History, interrupter: &Interrupter) -> Res
         sample: end.sample,
         communication: end.communication,
         spans,
+        memory: end.memory,
         history,
     })
 }

@@ -1,12 +1,17 @@
 //! Which renderer draws the run, and the terminal's state around burn-train's dashboard.
 
+use super::feed::Remarks;
 use super::lines::{LineConfig, Lines};
 use super::plan::Plan;
 use burn::train::Interrupter;
 use burn::train::renderer::MetricsRenderer;
 
-/// The dashboard where the output is a terminal, else lines.
-pub fn renderer(plan: &Plan, interrupter: &Interrupter) -> Box<dyn MetricsRenderer> {
+/// The dashboard where the output is a terminal, else lines, with what is remarked between them.
+pub fn renderer(
+    plan: &Plan,
+    interrupter: &Interrupter,
+    remarks: &Remarks,
+) -> Box<dyn MetricsRenderer> {
     #[cfg(feature = "tui")]
     if dashboard::wanted(plan) {
         return dashboard::open(interrupter);
@@ -17,7 +22,7 @@ pub fn renderer(plan: &Plan, interrupter: &Interrupter) -> Box<dyn MetricsRender
         log_interval: plan.config.logging.log_interval,
         global_batch_size: plan.config.training.global_batch_size,
     };
-    Box::new(Lines::new(config, std::io::stdout()))
+    Box::new(Lines::new(config, remarks.clone(), std::io::stdout()))
 }
 
 /// Gives the terminal back as it was; for a process that ends without unwinding.

@@ -3,6 +3,7 @@
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use super::passes::{ForwardPasses, Passed, Passes, Step};
 use super::{MeasuredMemory, RankMemory, ResolvedConfig, TrainerConfig};
+use crate::comm::all_gather_values;
 use crate::dropout::PassContext;
 use crate::error::{Error, Result, Violation};
 use crate::grads;
@@ -161,6 +162,36 @@ impl<M: Stage> Trainer<M> {
     /// ([`CountingAllocator`](crate::memory::CountingAllocator)).
     pub fn memory(&self) -> Option<&MeasuredMemory> {
         self.memory.as_ref()
+    }
+
+    /// [`memory`](Trainer::memory) of every rank, in rank order. Every rank calls it.
+    ///
+    /// # Errors
+    /// If another rank fails.
+    pub fn memory_of_all(&self) -> Result<Option<Vec<MeasuredMemory>>> {
+        let MeasuredMemory { parts, peak } = self.memory.unwrap_or_default();
+        let RankMemory {
+            weights,
+            gradients,
+            optimizer,
+            activations,
+        } = parts;
+        let mine = [weights, gradients, optimizer, activations, peak];
+        let all = all_gather_values(&*self.context.groups.world.comm, mine)?;
+        let all = all
+            .into_iter()
+            .map(
+                |[weights, gradients, optimizer, activations, peak]| MeasuredMemory {
+                    parts: RankMemory {
+                        weights,
+                        gradients,
+                        optimizer,
+                        activations,
+                    },
+                    peak,
+                },
+            );
+        Ok(self.memory.is_some().then(|| all.collect()))
     }
 
     /// One optimizer step over this data-parallel rank's share of the global batch. Every rank calls
