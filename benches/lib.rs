@@ -1,9 +1,14 @@
-//! What the benches share: the models they run.
+//! What the benches share: the models they run, and how.
 
+use burn_megatron::Result;
+use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
 use burn_megatron::models::gpt::GptConfig;
 use burn_megatron::optim::OptimizerConfig;
 use burn_megatron::topology::ParallelConfig;
-use burn_megatron::train::{BatchConfig, MicroBatch, ResolvedConfig, TrainConfig};
+use burn_megatron::train::{
+    BatchConfig, MeasuredMemory, MicroBatch, ResolvedConfig, TrainConfig, Trainer,
+};
+use std::time::{Duration, Instant};
 
 /// A model and batch of the step bench.
 #[derive(Debug, Clone, Copy)]
@@ -96,4 +101,39 @@ impl StepCase {
             (1, [n, h, self.vocab_size]),
         ]
     }
+}
+
+/// The slowest rank's time of so many steps, after one to warm up, and every rank's memory in the last, where
+/// the bench counts it. `batch` is what a rank that reads data brings to each.
+///
+/// # Errors
+/// If a rank fails.
+pub fn steps(
+    config: &ResolvedConfig,
+    batch: &[MicroBatch],
+    iterations: u64,
+) -> Result<(Duration, Vec<MeasuredMemory>)> {
+    let ranks = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
+        let mut trainer = Trainer::new(config, rank, None)?;
+        let batch = if rank.reads_data() { batch } else { &[] };
+        let world = &rank.groups.world.comm;
+        trainer.train_step(batch)?;
+        world.barrier()?;
+        let start = Instant::now();
+        for _ in 0..iterations {
+            trainer.train_step(batch)?;
+        }
+        world.barrier()?;
+        let memory = trainer.memory().copied().unwrap_or_default();
+        Ok((start.elapsed(), memory))
+    })?;
+    let longest = ranks.iter().map(|(time, _)| *time).max();
+    let memory = ranks.into_iter().map(|(_, memory)| memory).collect();
+    Ok((longest.unwrap_or_default(), memory))
+}
+
+/// A rank's peak of a step above its weights, gradients and optimizer, in bytes.
+pub fn above_state(memory: &MeasuredMemory) -> u64 {
+    let parts = memory.parts;
+    memory.peak - parts.weights - parts.gradients - parts.optimizer
 }

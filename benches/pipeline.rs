@@ -1,18 +1,14 @@
 //! A training step over four pipeline ranks, by schedule, beside the same step on one rank; and the
 //! memory that each takes at its peak.
 
-use burn_megatron::Result;
-use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
+use burn_megatron::memory::CountingAllocator;
 use burn_megatron::topology::PipelineSchedule;
-use burn_megatron::train::{MicroBatch, ResolvedConfig, Trainer};
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
-use megatron_benches::StepCase;
-use peak_alloc::PeakAlloc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use megatron_benches::{StepCase, above_state, steps};
+use std::time::Duration;
 
 #[global_allocator]
-static HEAP: PeakAlloc = PeakAlloc;
+static HEAP: CountingAllocator = CountingAllocator;
 
 const CASE: StepCase = StepCase {
     name: "L8 h256 a4 s128 b1 v8192",
@@ -49,48 +45,18 @@ fn pipeline(c: &mut Criterion) {
         config.parallel.num_virtual_stages_per_pipeline_rank = Some(virtual_stages);
         config.parallel.pipeline_schedule = schedule;
         let config = config.resolve().expect("a legal configuration");
-        let (_, activations) = steps(&config, 1).expect("ranks");
+        let batch = vec![CASE.microbatch(); MICROBATCHES];
+        let (_, ranks) = steps(&config, &batch, 1).expect("ranks");
+        let above: u64 = ranks.iter().map(above_state).sum();
         println!(
-            "{name}: {:.1} MiB above weights, gradients and optimizer at the peak of a step",
-            activations as f64 / f64::from(1 << 20)
+            "{name}: {:.1} MiB above weights, gradients and optimizer at the peak of a step, over all ranks",
+            above as f64 / f64::from(1 << 20)
         );
         group.bench_function(name, |b| {
-            b.iter_custom(|iterations| steps(&config, iterations).expect("ranks").0);
+            b.iter_custom(|iterations| steps(&config, &batch, iterations).expect("ranks").0);
         });
     }
     group.finish();
-}
-
-/// The time of so many steps, after one to warm up, and by how many bytes the heap's peak during them
-/// was above its size before them, over all ranks.
-fn steps(config: &ResolvedConfig, iterations: u64) -> Result<(Duration, usize)> {
-    let before = AtomicUsize::new(0);
-    let times = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
-        let mut trainer = Trainer::new(config, rank, None)?;
-        let batch: Vec<MicroBatch> = match rank.reads_data() {
-            true => vec![CASE.microbatch(); MICROBATCHES],
-            false => Vec::new(),
-        };
-        trainer.train_step(&batch)?;
-        let world = &rank.groups.world.comm;
-        world.barrier()?;
-        if rank.rank == 0 {
-            HEAP.reset_peak_usage();
-            before.store(HEAP.current_usage(), Relaxed);
-        }
-        world.barrier()?;
-        let start = Instant::now();
-        for _ in 0..iterations {
-            trainer.train_step(&batch)?;
-        }
-        world.barrier()?;
-        Ok(start.elapsed())
-    })?;
-    let longest = times.into_iter().max().unwrap_or_default();
-    Ok((
-        longest,
-        HEAP.peak_usage().saturating_sub(before.into_inner()),
-    ))
 }
 
 criterion_group!(benches, pipeline);

@@ -22,7 +22,7 @@ pub enum PositionEmbeddingType {
 }
 
 /// The shape of a GPT, or of a Llama, under the names of Megatron's flags. What depends on the data or the layout
-/// (vocabulary, default positions) joins it in [`GptModelConfig`].
+/// (vocabulary, default positions) joins it in [`GptModelConfig`](super::GptModelConfig).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GptConfig {
