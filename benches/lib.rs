@@ -1,6 +1,7 @@
 //! What the benches share: the models they run, and how.
 
 use burn_megatron::Result;
+use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
 use burn_megatron::models::gpt::GptConfig;
 use burn_megatron::optim::OptimizerConfig;
@@ -55,6 +56,7 @@ impl StepCase {
                 ..GptConfig::default()
             },
             parallel: ParallelConfig::default(),
+            data_parallel: DataParallelConfig::default(),
             batch: BatchConfig {
                 seq_length: self.seq_length,
                 micro_batch_size: self.micro_batch_size,

@@ -196,51 +196,74 @@ fn a_step_communicates_exactly_what_was_predicted() {
         (2, 1, 1, 1, false, uniform),
         (2, 2, 1, 1, true, block),
     ] {
-        let run = Run {
+        let plain = Run {
             sequence_parallel,
             recompute,
             ..Run::at(tp, dp).with_pipeline(pp, v)
         };
-        let config = run.config();
-        let (steps, ends) = run
-            .train(|rank, trainer| {
-                let groups = &rank.groups;
-                let spent = |group: &ProcessGroup, what| {
-                    let account = group.accounts.of(what);
-                    (account.calls, account.bytes)
-                };
-                let got = [
-                    spent(&groups.tp, Collective::AllReduce),
-                    spent(&groups.tp, Collective::Broadcast),
-                    spent(&groups.tp, Collective::ReduceScatter),
-                    spent(&groups.dp, Collective::AllReduce),
-                    spent(&groups.pp, Collective::Send),
-                    spent(&groups.embedding, Collective::AllReduce),
+        let distributed = Run {
+            distributed_optimizer: dp > 1,
+            ..plain
+        };
+        for run in [plain, distributed] {
+            let config = run.config();
+            let (steps, ends) = run
+                .train(|rank, trainer| {
+                    let groups = &rank.groups;
+                    let spent = |group: &ProcessGroup, what| {
+                        let account = group.accounts.of(what);
+                        (account.calls, account.bytes)
+                    };
+                    let got = [
+                        spent(&groups.tp, Collective::AllReduce),
+                        spent(&groups.tp, Collective::Broadcast),
+                        spent(&groups.tp, Collective::ReduceScatter),
+                        spent(&groups.dp, Collective::AllReduce),
+                        spent(&groups.dp, Collective::ReduceScatter),
+                        spent(&groups.pp, Collective::Send),
+                        spent(&groups.embedding, Collective::AllReduce),
+                    ];
+                    let gathered =
+                        [&groups.tp, &groups.dp].map(|g| spent(g, Collective::AllGather));
+                    let pp_rank = groups.pp.comm.rank();
+                    let elements = trainer.model().num_parameters();
+                    assert_eq!(elements, config.parameters_per_rank(pp_rank));
+                    Ok((pp_rank, got, gathered))
+                })
+                .expect("run");
+            let steps = steps.len() as u64;
+            for (pp_rank, got, gathered) in ends {
+                let want = config.step_volumes(pp_rank);
+                let over_all_steps =
+                    |volume: StepVolume| (volume.calls * steps, volume.bytes * steps);
+                if sequence_parallel {
+                    assert_eq!(
+                        gathered[0],
+                        over_all_steps(want.tp_gather),
+                        "{}",
+                        run.layout()
+                    );
+                }
+                if run.distributed_optimizer {
+                    assert_eq!(
+                        gathered[1],
+                        over_all_steps(want.dp_gather),
+                        "{}",
+                        run.layout()
+                    );
+                }
+                let want = [
+                    want.tp,
+                    want.tp_data,
+                    want.tp_scatter,
+                    want.dp,
+                    want.dp_scatter,
+                    want.pp,
+                    want.embedding,
                 ];
-                let gathered = spent(&groups.tp, Collective::AllGather);
-                let pp_rank = groups.pp.comm.rank();
-                let elements = trainer.model().num_elements();
-                assert_eq!(elements, config.parameters_per_rank(pp_rank));
-                Ok((pp_rank, got, gathered))
-            })
-            .expect("run");
-        let steps = steps.len() as u64;
-        for (pp_rank, got, gathered) in ends {
-            let want = config.step_volumes(pp_rank);
-            let over_all_steps = |volume: StepVolume| (volume.calls * steps, volume.bytes * steps);
-            if sequence_parallel {
-                assert_eq!(gathered, over_all_steps(want.tp_gather), "{}", run.layout());
+                let want = want.map(over_all_steps);
+                assert_eq!(got, want, "{} {recompute:?} stage {pp_rank}", run.layout());
             }
-            let want = [
-                want.tp,
-                want.tp_data,
-                want.tp_scatter,
-                want.dp,
-                want.pp,
-                want.embedding,
-            ];
-            let want = want.map(over_all_steps);
-            assert_eq!(got, want, "{} {recompute:?} stage {pp_rank}", run.layout());
         }
     }
     // s 32, b 2, h 64, L 4, four microbatches: by hand.

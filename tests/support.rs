@@ -4,6 +4,7 @@ pub mod sleeping;
 
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_megatron::Result;
+use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
 use burn_megatron::layers::{Recompute, RecomputeGranularity};
 use burn_megatron::models::gpt::GptConfig;
@@ -69,6 +70,9 @@ pub struct Run {
     /// On hidden states and on the attention's probabilities.
     pub dropout: f64,
     pub recompute: Option<Recompute>,
+    pub distributed_optimizer: bool,
+    /// Elements of a bucket.
+    pub bucket_size: usize,
 }
 
 impl Run {
@@ -91,6 +95,8 @@ impl Run {
             erf_gelu: false,
             dropout: 0.0,
             recompute: None,
+            distributed_optimizer: false,
+            bucket_size: 10_000,
         }
     }
 
@@ -172,6 +178,11 @@ impl Run {
                 account_for_loss_in_pipeline_split: self.account_for_ends,
                 world_size: Some(self.tp * self.pp * self.dp),
                 ..ParallelConfig::default()
+            },
+            data_parallel: DataParallelConfig {
+                use_distributed_optimizer: self.distributed_optimizer,
+                ddp_bucket_size: self.bucket_size,
+                ..DataParallelConfig::default()
             },
             batch: BatchConfig {
                 seq_length: 32,

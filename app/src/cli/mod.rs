@@ -40,7 +40,7 @@ pub enum Command {
 #[derive(Debug, Default, Args)]
 #[command(args_override_self = true)]
 pub struct TrainArgs {
-    /// TOML file with the sections model, parallel, training, optimizer, data, logging and generate;
+    /// TOML file with the sections model, parallel, data_parallel, training, optimizer, data, logging and generate;
     /// flags override it, and what neither says keeps its default
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -48,6 +48,8 @@ pub struct TrainArgs {
     model: model::ModelArgs,
     #[command(flatten)]
     parallel: model::ParallelArgs,
+    #[command(flatten)]
+    data_parallel: model::DataParallelArgs,
     #[command(flatten)]
     training: training::TrainingArgs,
     #[command(flatten)]
@@ -65,6 +67,7 @@ impl TrainArgs {
     pub fn apply(&self, config: &mut RunConfig) {
         self.model.apply(&mut config.model);
         self.parallel.apply(&mut config.parallel);
+        self.data_parallel.apply(&mut config.data_parallel);
         self.training.apply(&mut config.training);
         self.optimizer.apply(&mut config.optimizer);
         self.data.apply(&mut config.data);

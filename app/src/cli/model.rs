@@ -1,6 +1,7 @@
 //! Flags of the model and of how it is split over ranks.
 
 use super::{by_name, set, set_some};
+use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::layers::{Normalization, RecomputeGranularity, RecomputeMethod};
 use burn_megatron::models::gpt::{GptConfig, PositionEmbeddingType};
 use burn_megatron::topology::{ParallelConfig, PipelineSchedule};
@@ -230,5 +231,25 @@ impl ParallelArgs {
             self.account_for_embedding_in_pipeline_split;
         parallel.account_for_loss_in_pipeline_split |= self.account_for_loss_in_pipeline_split;
         set_some(&mut parallel.world_size, &self.world_size);
+    }
+}
+
+/// What the data-parallel ranks do with gradients and parameters.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Parallelism")]
+pub struct DataParallelArgs {
+    /// Split the optimizer's state over the data-parallel ranks (ZeRO stage 1): each keeps and updates
+    /// its part, with the same results for the same traffic
+    #[arg(long)]
+    use_distributed_optimizer: bool,
+    /// Elements of the gradients that are reduced at a time [default: 40000000]
+    #[arg(long, value_name = "N")]
+    ddp_bucket_size: Option<usize>,
+}
+
+impl DataParallelArgs {
+    pub fn apply(&self, config: &mut DataParallelConfig) {
+        config.use_distributed_optimizer |= self.use_distributed_optimizer;
+        set(&mut config.ddp_bucket_size, &self.ddp_bucket_size);
     }
 }

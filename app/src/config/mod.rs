@@ -12,6 +12,7 @@ pub use sections::{
 
 use crate::cli::TrainArgs;
 use crate::error::Result;
+use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::models::gpt::GptConfig;
 use burn_megatron::optim::OptimizerConfig;
 use burn_megatron::topology::ParallelConfig;
@@ -24,6 +25,7 @@ use serde::{Deserialize, Serialize};
 pub struct RunConfig {
     pub model: GptConfig,
     pub parallel: ParallelConfig,
+    pub data_parallel: DataParallelConfig,
     pub training: TrainingConfig,
     pub optimizer: OptimizerConfig,
     pub data: DataConfig,
@@ -48,6 +50,7 @@ impl RunConfig {
         TrainConfig {
             model: self.model.clone(),
             parallel: self.parallel.clone(),
+            data_parallel: self.data_parallel,
             batch: BatchConfig {
                 seq_length: training.seq_length,
                 micro_batch_size: training.micro_batch_size,

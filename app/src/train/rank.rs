@@ -41,12 +41,14 @@ pub struct Kind {
 }
 
 /// Every kind, in the report's order.
-pub const KINDS: [Kind; 7] = [
+pub const KINDS: [Kind; 9] = [
     kind("tp", Collective::AllReduce, |g| &g.tp, |v| v.tp),
     kind("tp", Collective::AllGather, |g| &g.tp, |v| v.tp_gather),
     kind("tp", Collective::ReduceScatter, |g| &g.tp, |v| v.tp_scatter),
     kind("tp", Collective::Broadcast, |g| &g.tp, |v| v.tp_data),
     kind("dp", Collective::AllReduce, |g| &g.dp, |v| v.dp),
+    kind("dp", Collective::ReduceScatter, |g| &g.dp, |v| v.dp_scatter),
+    kind("dp", Collective::AllGather, |g| &g.dp, |v| v.dp_gather),
     kind("pp", Collective::Send, |g| &g.pp, |v| v.pp),
     kind(
         "embedding",

@@ -113,11 +113,6 @@ fn alone(op: &'static str, peer: usize) -> Error {
     .into()
 }
 
-/// The sum over the group of one f64, added up in rank order on every rank.
-pub fn all_reduce_f64(comm: &dyn Communicator, value: f64) -> Result<f64> {
-    Ok(all_gather_values(comm, value)?.iter().sum())
-}
-
 /// Every rank's value, in rank order.
 pub fn all_gather_values<T: bytemuck::Pod>(comm: &dyn Communicator, value: T) -> Result<Vec<T>> {
     let mut all = vec![value; comm.size()];

@@ -3,45 +3,39 @@
 //! norm, clipping. Megatron's `distributed/finalize_model_grads.py` and
 //! `optimizer/clip_grads.py`.
 
-use crate::comm::{Communicator, ReduceOp, all_reduce_f64};
+mod buckets;
+mod data_parallel;
+mod norm;
+
+pub use buckets::{Buckets, Owned, OwnedPart};
+pub use data_parallel::{DataParallel, DataParallelConfig};
+pub use norm::SumOfSquares;
+
+use crate::comm::{Communicator, ReduceOp};
 use crate::error::Result;
 use crate::launch::ProcessGroups;
 use crate::shard::ParamRecord;
 
-/// Elements per all-reduce (Megatron's `--ddp-bucket-size`).
-pub const DEFAULT_BUCKET_ELEMENTS: usize = 40_000_000;
-
 /// Keeps clipping finite for a norm of 0, as Megatron's `1e-6`.
 const NORM_EPSILON: f64 = 1e-6;
 
-/// Sums flat gradients over the data-parallel group, bucket by bucket.
-pub fn all_reduce_buckets(
-    gradients: &mut [f32],
-    dp: &dyn Communicator,
-    bucket: usize,
-) -> Result<()> {
-    if dp.size() == 1 {
-        return Ok(());
-    }
-    gradients
-        .chunks_mut(bucket.max(1))
-        .try_for_each(|bucket| dp.all_reduce(bucket, ReduceOp::Sum))
-}
-
-/// Sums the gradients of what the first and the last pipeline stage both hold, over these two.
-/// Nothing to do on the ranks between them.
+/// Sums the gradients of what the first and the last pipeline stage both hold, over these two: the elements
+/// that this rank owns, which are the same on both. Nothing to do on the ranks between them.
 pub fn all_reduce_tied(
     gradients: &mut [f32],
     params: &[ParamRecord],
+    owned: &Owned,
     embedding: &dyn Communicator,
 ) -> Result<()> {
-    let tied = params.iter().filter(|param| param.spec.tied_over_stages);
-    tied.map(|param| param.range.clone())
+    let parts = owned.parts().iter();
+    let tied = parts.filter(|part| params[part.param].spec.tied_over_stages);
+    tied.map(|part| part.flat.clone())
         .try_for_each(|range| embedding.all_reduce(&mut gradients[range], ReduceOp::Sum))
 }
 
-/// Sums over the tensor-parallel group the gradients of the replicated parameters of which each rank
-/// computes a part (Megatron's `_allreduce_non_tensor_model_parallel_grads`), in one call.
+/// Sums over the tensor-parallel group the gradients of the replicated parameters of which each rank computes
+/// a part (Megatron's `_allreduce_non_tensor_model_parallel_grads`), in one call. They are few: a rank sums
+/// those that it does not own as well.
 pub fn all_reduce_partial(
     gradients: &mut [f32],
     params: &[ParamRecord],
@@ -65,32 +59,11 @@ pub fn all_reduce_partial(
     Ok(())
 }
 
-/// The 2-norm of the whole model's gradient, each parameter counted once: see
-/// [`ParamRecord::counts_at`]. The same on every rank of the tensor- and pipeline-parallel groups.
-pub fn global_norm(
-    gradients: &[f32],
-    params: &[ParamRecord],
-    groups: &ProcessGroups,
-) -> Result<f64> {
-    let mine = params.iter().filter(|param| param.counts_at(groups));
-    let squares = mine
-        .map(|param| sum_of_squares(&gradients[param.range.clone()]))
-        .sum();
-    let stage = all_reduce_f64(&*groups.tp.comm, squares)?;
-    Ok(all_reduce_f64(&*groups.pp.comm, stage)?.sqrt())
-}
-
-/// Sums in eight independent f64 lanes: vectorises, and loses nothing at any length.
-fn sum_of_squares(values: &[f32]) -> f64 {
-    let (chunks, rest) = values.as_chunks::<8>();
-    let mut lanes = [0f64; 8];
-    for chunk in chunks {
-        for (lane, value) in lanes.iter_mut().zip(chunk) {
-            *lane += f64::from(*value) * f64::from(*value);
-        }
-    }
-    let rest: f64 = rest.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
-    lanes.iter().sum::<f64>() + rest
+/// The 2-norm of the whole model's gradient from the sums of squares of the ranks' parts: the same on every
+/// rank.
+pub fn global_norm(squares: SumOfSquares, groups: &ProcessGroups) -> Result<f64> {
+    let stage = squares.all_reduce(&*groups.tp.comm)?;
+    Ok(stage.all_reduce(&*groups.pp.comm)?.value().sqrt())
 }
 
 /// The factor that brings a gradient of norm `norm` down to `clip_grad`: at most 1, and 1 where
@@ -112,14 +85,5 @@ mod tests {
         assert_eq!(clip_coefficient(50.0, 0.0), 1.0);
         assert!((clip_coefficient(4.0, 1.0) - 0.25).abs() < 1e-6);
         assert_eq!(clip_coefficient(0.0, 1.0), 1.0);
-    }
-
-    #[test]
-    fn squares_are_summed_whatever_the_length() {
-        for len in 0..40 {
-            let values: Vec<f32> = (0..len).map(|i| i as f32).collect();
-            let want: f64 = (0..len).map(|i| (i * i) as f64).sum();
-            assert_eq!(sum_of_squares(&values), want);
-        }
     }
 }

@@ -1,5 +1,6 @@
 //! AdamW (Loshchilov & Hutter 2019) over flat f32 buffers.
 
+use crate::grads::Owned;
 use crate::shard::ParamRecord;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -28,15 +29,22 @@ impl Default for AdamWConfig {
     }
 }
 
-/// Both moments of every parameter, in the flat order of a rank's model.
+/// Both moments of the elements that a rank owns, packed.
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
-    /// Runs of elements with the same weight decay: the range, and whether it decays.
-    runs: Vec<(Range<usize>, bool)>,
+    runs: Vec<DecayRun>,
     first: Vec<f32>,
     second: Vec<f32>,
     steps: u32,
+}
+
+/// Consecutive elements with the same weight decay.
+#[derive(Debug)]
+struct DecayRun {
+    flat: Range<usize>,
+    packed: Range<usize>,
+    decays: bool,
 }
 
 /// One step's factors, the same for every element of a run.
@@ -53,32 +61,48 @@ struct Factors {
 }
 
 impl AdamW {
-    /// Moments of zero for `params`.
-    pub fn new(config: AdamWConfig, params: &[ParamRecord]) -> Self {
-        let elements = params.last().map_or(0, |p| p.range.end);
-        let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
-        for param in params {
+    /// Moments of zero for what a rank owns of `params`.
+    pub fn new(config: AdamWConfig, params: &[ParamRecord], owned: &Owned) -> Self {
+        let mut runs: Vec<DecayRun> = Vec::new();
+        for part in owned.parts() {
+            let decays = params[part.param].decays;
             match runs.last_mut() {
-                Some((run, decays)) if *decays == param.decays => run.end = param.range.end,
-                _ => runs.push((param.range.clone(), param.decays)),
+                Some(run)
+                    if run.decays == decays
+                        && run.flat.end == part.flat.start
+                        && run.packed.end == part.packed.start =>
+                {
+                    run.flat.end = part.flat.end;
+                    run.packed.end = part.packed.end;
+                }
+                _ => runs.push(DecayRun {
+                    flat: part.flat.clone(),
+                    packed: part.packed.clone(),
+                    decays,
+                }),
             }
         }
         AdamW {
             config,
             runs,
-            first: vec![0.0; elements],
-            second: vec![0.0; elements],
+            first: vec![0.0; owned.len()],
+            second: vec![0.0; owned.len()],
             steps: 0,
         }
     }
 
-    /// Updates `values` with `gradients` times `grad_scale`. The arithmetic is that of PyTorch's
-    /// `AdamW`: decoupled decay first, then the step with both moments corrected for their bias.
+    /// Updates `values`, packed, with the flat `gradients` times `grad_scale`. The arithmetic is that of
+    /// PyTorch's `AdamW`: decoupled decay first, then the step with both moments corrected for their bias.
     pub fn step(&mut self, values: &mut [f32], gradients: &[f32], grad_scale: f64, lr: f64) {
         self.steps += 1;
         let config = self.config;
         let correction = |beta: f64| 1.0 - beta.powf(f64::from(self.steps));
-        for (run, decays) in &self.runs {
+        for DecayRun {
+            flat,
+            packed,
+            decays,
+        } in &self.runs
+        {
             let decay = if *decays { config.weight_decay } else { 0.0 };
             let factors = Factors {
                 grad_scale: grad_scale as f32,
@@ -89,10 +113,10 @@ impl AdamW {
                 eps: config.adam_eps as f32,
                 keep: (1.0 - lr * decay) as f32,
             };
-            (values[run.clone()].par_chunks_mut(CHUNK))
-                .zip(gradients[run.clone()].par_chunks(CHUNK))
-                .zip(self.first[run.clone()].par_chunks_mut(CHUNK))
-                .zip(self.second[run.clone()].par_chunks_mut(CHUNK))
+            (values[packed.clone()].par_chunks_mut(CHUNK))
+                .zip(gradients[flat.clone()].par_chunks(CHUNK))
+                .zip(self.first[packed.clone()].par_chunks_mut(CHUNK))
+                .zip(self.second[packed.clone()].par_chunks_mut(CHUNK))
                 .for_each(|(((values, gradients), first), second)| {
                     update(values, gradients, first, second, factors);
                 });
@@ -134,7 +158,7 @@ mod tests {
             ..AdamWConfig::default()
         };
         let params = [param(0..2, true), param(2..3, false)];
-        let mut adam = AdamW::new(config, &params);
+        let mut adam = AdamW::new(config, &params, &Owned::all(&params, 3));
         let mut values = [1.0f32, -2.0, 3.0];
         let mut want = [1.0f64, -2.0, 3.0];
         let (mut m, mut v) = ([0f64; 3], [0f64; 3]);

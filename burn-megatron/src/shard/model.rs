@@ -35,13 +35,15 @@ impl ParamRecord {
 
 /// A rank's model: its chunks (one module, or one for each virtual pipeline stage) and the records
 /// of their parameters. A flat buffer of [`num_elements`](ShardedModel::num_elements) values holds
-/// them all, one after another.
+/// them all, one after another, with a few zeros between them: it divides over the data-parallel ranks, as
+/// does what both ends of a pipeline hold.
 #[derive(Debug)]
 pub struct ShardedModel<M> {
     chunks: Vec<M>,
     params: Vec<ParamRecord>,
-    /// Each chunk's elements in the flat buffers.
-    ranges: Vec<Range<usize>>,
+    elements: usize,
+    /// Each chunk's parameters among them all.
+    places: Vec<Range<usize>>,
     context: RankContext,
     sequence_parallel: bool,
     allocated: Option<u64>,
@@ -63,13 +65,14 @@ impl<M: Module> ShardedModel<M> {
             params: Vec::new(),
             end: 0,
         };
-        let ranges = chunks.iter().map(|chunk| {
-            let start = collect.end;
+        let first = chunks.iter().map(|chunk| {
+            let first = collect.params.len();
             chunk.visit(&mut collect);
-            start..collect.end
+            first..collect.params.len()
         });
         ShardedModel {
-            ranges: ranges.collect(),
+            places: first.collect(),
+            elements: collect.aligned(),
             params: collect.params,
             chunks,
             context: builder.context().clone(),
@@ -99,9 +102,14 @@ impl<M: Module> ShardedModel<M> {
         &self.params
     }
 
-    /// Elements of this rank's parameters.
+    /// Elements of this rank's flat buffers.
     pub fn num_elements(&self) -> usize {
-        self.params.last().map_or(0, |p| p.range.end)
+        self.elements
+    }
+
+    /// Elements of this rank's parameters.
+    pub fn num_parameters(&self) -> usize {
+        self.params.iter().map(|param| param.range.len()).sum()
     }
 
     /// Fills every parameter with its initial values: the same values under every layout.
@@ -148,11 +156,15 @@ impl<M: Module> ShardedModel<M> {
 
     /// A copy of all parameters in flat order.
     pub fn values(&self) -> Vec<f32> {
-        let mut flatten = Flatten(Vec::with_capacity(self.num_elements()));
+        let mut flat = vec![0.0; self.elements];
+        let mut flatten = Flatten {
+            params: self.params.iter(),
+            flat: &mut flat,
+        };
         for chunk in &self.chunks {
             chunk.visit(&mut flatten);
         }
-        flatten.0
+        flat
     }
 
     /// Replaces all parameters by `flat`.
@@ -165,7 +177,10 @@ impl<M: Module> ShardedModel<M> {
             self.num_elements(),
             "one value per parameter element"
         );
-        let mut assign = Assign(flat);
+        let mut assign = Assign {
+            params: self.params.iter(),
+            flat,
+        };
         for chunk in &mut self.chunks {
             *chunk = chunk.clone().map(&mut assign);
         }
@@ -179,8 +194,12 @@ impl<M: Module> ShardedModel<M> {
             self.num_elements(),
             "one sum per parameter element"
         );
-        let sums = &mut sums[self.ranges[chunk].clone()];
-        self.chunks[chunk].visit(&mut AddGradients { gradients, sums });
+        let params = self.params[self.places[chunk].clone()].iter();
+        self.chunks[chunk].visit(&mut AddGradients {
+            params,
+            gradients,
+            sums,
+        });
     }
 
     /// Every rank must hold the same values of what is replicated.
@@ -220,6 +239,14 @@ fn is_choice(container: &str) -> bool {
     container.starts_with("Enum:")
 }
 
+impl CollectParams<'_> {
+    /// The end, where it divides over the data-parallel ranks.
+    fn aligned(&self) -> usize {
+        let dp = &self.builder.context().groups.dp.comm;
+        self.end.next_multiple_of(dp.size())
+    }
+}
+
 struct CollectParams<'a> {
     builder: &'a ParallelBuilder,
     path: Vec<String>,
@@ -247,62 +274,74 @@ impl ModuleVisitor for CollectParams<'_> {
             let replicated = ParamSpec::replicated(shape, Init::AsBuilt);
             self.builder.under_sequence_parallelism(replicated)
         });
+        if spec.tied_over_stages {
+            self.end = self.aligned();
+        }
         let start = self.end;
         self.end += shape.iter().product::<usize>();
+        let range = start..self.end;
+        if spec.tied_over_stages {
+            self.end = self.aligned();
+        }
         let name = self.path.join(".");
         self.params.push(ParamRecord {
             id: param.id,
             decays: D > 1 && !name.ends_with(".bias"),
             name,
             spec,
-            range: start..self.end,
+            range,
         });
     }
 }
 
-struct Flatten(Vec<f32>);
+/// A module's parameters come in the order of their records.
+const IN_ORDER: &str = "one record for each parameter";
 
-impl ModuleVisitor for Flatten {
+struct Flatten<'a> {
+    params: std::slice::Iter<'a, ParamRecord>,
+    flat: &'a mut [f32],
+}
+
+impl ModuleVisitor for Flatten<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        extend_from(&mut self.0, param.val().inner().into_data());
+        let record = self.params.next().expect(IN_ORDER);
+        let data = param.val().inner().into_data();
+        let values = data.as_slice::<f32>().expect("parameters are f32");
+        self.flat[record.range.clone()].copy_from_slice(values);
     }
 }
 
-fn extend_from(out: &mut Vec<f32>, data: TensorData) {
-    out.extend_from_slice(data.as_slice::<f32>().expect("parameters are f32"));
+struct Assign<'a> {
+    params: std::slice::Iter<'a, ParamRecord>,
+    flat: &'a [f32],
 }
-
-struct Assign<'a>(&'a [f32]);
 
 impl ModuleMapper for Assign<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let record = self.params.next().expect(IN_ORDER);
         let (id, old, mapper) = param.consume();
-        let (values, rest) = self.0.split_at(old.dims().iter().product());
-        self.0 = rest;
-        let data = TensorData::new(values.to_vec(), old.dims());
+        let values = self.flat[record.range.clone()].to_vec();
+        let data = TensorData::new(values, old.dims());
         let value = Tensor::from_data(data, &old.device()).require_grad();
         Param::from_mapped_value(id, value, mapper)
     }
 }
 
-struct AddGradients<'a, 'b> {
+struct AddGradients<'a> {
+    params: std::slice::Iter<'a, ParamRecord>,
     gradients: &'a Gradients,
-    sums: &'b mut [f32],
+    sums: &'a mut [f32],
 }
 
-impl ModuleVisitor for AddGradients<'_, '_> {
+impl ModuleVisitor for AddGradients<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val();
-        let len = value.dims().iter().product();
-        let (sums, rest) = std::mem::take(&mut self.sums).split_at_mut(len);
-        self.sums = rest;
-        let Some(gradient) = value.grad(self.gradients) else {
+        let record = self.params.next().expect(IN_ORDER);
+        let Some(gradient) = param.val().grad(self.gradients) else {
             return;
         };
         let data = gradient.into_data();
         let values = data.as_slice::<f32>().expect("gradients are f32");
-        sums.iter_mut()
-            .zip(values)
-            .for_each(|(sum, value)| *sum += value);
+        let sums = self.sums[record.range.clone()].iter_mut();
+        sums.zip(values).for_each(|(sum, value)| *sum += value);
     }
 }

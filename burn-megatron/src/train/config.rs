@@ -2,6 +2,7 @@
 
 use super::{RankMemory, StepVolumes};
 use crate::error::{Error, ErrorKind, Result, Violation};
+use crate::grads::{Buckets, DataParallelConfig};
 use crate::launch::ProcessGroups;
 use crate::models::gpt::{GptConfig, GptModelConfig};
 use crate::optim::{LrSchedule, OptimizerConfig};
@@ -48,6 +49,7 @@ impl Default for BatchConfig {
 pub struct TrainConfig {
     pub model: GptConfig,
     pub parallel: ParallelConfig,
+    pub data_parallel: DataParallelConfig,
     pub batch: BatchConfig,
     pub optimizer: OptimizerConfig,
     /// Entries of the vocabulary, without padding.
@@ -240,6 +242,23 @@ impl ResolvedConfig {
         stages.map(|stage| model.stage_parameters(stage, tp)).sum()
     }
 
+    /// The buckets of the flat buffers of a rank of that place in the pipeline.
+    pub(super) fn buckets(&self, pp_rank: usize) -> Buckets {
+        let (model, sizes) = (self.model(), self.layout.grid.sizes());
+        let tied = !model.untie_embeddings_and_output_weights && sizes.pp > 1;
+        let table = model.transformer.hidden_size * model.padded_vocab_size / sizes.tp;
+        let mut segments = vec![0];
+        for stage in self.layout.stages_of(pp_rank) {
+            let all = model.stage_parameters(stage, sizes.tp);
+            match tied && (stage.is_first() || stage.is_last()) {
+                true => segments.extend([table, all - table]),
+                false => *segments.last_mut().expect("at least one") += all,
+            }
+        }
+        let size = self.config.data_parallel.ddp_bucket_size;
+        Buckets::of_segments(segments, size, self.layout.dp)
+    }
+
     /// Elements of the replicated parameters of one rank of that place in the pipeline whose gradients
     /// are summed over the tensor-parallel group.
     pub(super) fn partial_gradients(&self, pp_rank: usize) -> usize {
@@ -281,6 +300,7 @@ impl ResolvedConfig {
             calculate_per_token_loss: self.config.calculate_per_token_loss,
             pipeline_schedule: Some(self.layout.pipeline_schedule),
             microbatch_group_size_per_virtual_pipeline_stage: self.layout.group_size,
+            data_parallel: self.config.data_parallel,
         }
     }
 }
@@ -300,6 +320,7 @@ pub struct TrainerConfig {
     pub pipeline_schedule: Option<PipelineSchedule>,
     /// For `interleaved`; the pipeline size where not given.
     pub microbatch_group_size_per_virtual_pipeline_stage: Option<usize>,
+    pub data_parallel: DataParallelConfig,
 }
 
 impl TrainerConfig {
@@ -324,6 +345,7 @@ impl TrainerConfig {
             calculate_per_token_loss: true,
             pipeline_schedule: None,
             microbatch_group_size_per_virtual_pipeline_stage: None,
+            data_parallel: DataParallelConfig::default(),
         })
     }
 

@@ -13,7 +13,7 @@ pub struct RankMemory {
     pub weights: u64,
     /// The sums of their gradients over a step's microbatches.
     pub gradients: u64,
-    /// Master weights and both moments.
+    /// Master weights and both moments; of a distributed optimizer this rank's part.
     pub optimizer: u64,
     /// What the graphs of all microbatches in flight keep for their backwards, at most.
     pub activations: u64,
@@ -35,11 +35,15 @@ const I64: u64 = 8;
 impl RankMemory {
     /// For a GPT, on the ranks of one place in the pipeline.
     pub(super) fn of(config: &ResolvedConfig, pp_rank: usize) -> Self {
-        let parameters = F32 * config.parameters_per_rank(pp_rank) as u64;
+        let elements = config.buckets(pp_rank).elements();
+        let owned = match config.config().data_parallel.use_distributed_optimizer {
+            true => elements / config.layout().dp,
+            false => elements,
+        };
         RankMemory {
-            weights: parameters,
-            gradients: parameters,
-            optimizer: 3 * parameters,
+            weights: F32 * config.parameters_per_rank(pp_rank) as u64,
+            gradients: F32 * elements as u64,
+            optimizer: 3 * F32 * owned as u64,
             activations: activations(config, pp_rank),
         }
     }
@@ -178,6 +182,7 @@ impl<'a> KeptValues<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::grads::DataParallelConfig;
     use crate::layers::RecomputeGranularity;
     use crate::models::gpt::GptConfig;
     use crate::optim::OptimizerConfig;
@@ -209,6 +214,7 @@ mod tests {
             },
             optimizer: OptimizerConfig::default(),
             vocab_size: 50257,
+            data_parallel: DataParallelConfig::default(),
             train_iters: 1,
             seed: 1,
             calculate_per_token_loss: false,

@@ -6,7 +6,7 @@ use super::{MeasuredMemory, RankMemory, ResolvedConfig, TrainerConfig};
 use crate::comm::all_gather_values;
 use crate::dropout::PassContext;
 use crate::error::{Error, Result, Violation};
-use crate::grads;
+use crate::grads::{self, DataParallel};
 use crate::launch::RankContext;
 use crate::layers::LayerSpec;
 use crate::models::Stage;
@@ -45,10 +45,11 @@ pub struct Trainer<M = GptModel> {
     context: RankContext,
     schedule: Schedule,
     evaluation: Schedule,
+    data_parallel: DataParallel,
     optimizer: AdamW,
-    /// The optimizer's copy of the parameters, in flat order.
+    /// The optimizer's copy of the parameters that this rank owns, packed.
     values: Vec<f32>,
-    /// Sums over the step's microbatches, in flat order.
+    /// Sums over the step's microbatches, in flat order; between steps the parameters.
     gradients: Vec<f32>,
     iteration: usize,
     last_step: PipelineRecord,
@@ -108,9 +109,13 @@ impl<M: Stage> Trainer<M> {
             return Err(Error::config(vec![violation]));
         }
         let schedule = config.schedule_of(model.chunks().len(), &rank.groups)?;
+        let (params, dp) = (model.params(), &*rank.groups.dp.comm);
+        let data_parallel =
+            DataParallel::new(config.data_parallel, params, model.num_elements(), dp);
         let (optimizer, optimizer_bytes) = rank.memory.measure(|| {
-            let optimizer = AdamW::new(config.optimizer.adamw(), model.params());
-            (optimizer, model.values())
+            let owned = data_parallel.owned();
+            let optimizer = AdamW::new(config.optimizer.adamw(), params, owned);
+            (optimizer, owned.pack(&model.values()))
         });
         let (gradients, gradient_bytes) = rank.memory.measure(|| vec![0.0; model.num_elements()]);
         let measured = || {
@@ -126,6 +131,7 @@ impl<M: Stage> Trainer<M> {
         Ok(Trainer {
             evaluation: schedule.forward_only(),
             schedule,
+            data_parallel,
             optimizer,
             values,
             gradients,
@@ -141,11 +147,6 @@ impl<M: Stage> Trainer<M> {
     /// The rank's model.
     pub fn model(&self) -> &ShardedModel<M> {
         &self.model
-    }
-
-    /// The last step's gradients before averaging and clipping, in flat order.
-    pub fn gradients(&self) -> &[f32] {
-        &self.gradients
     }
 
     /// What the ranks of the pipeline do in a step.
@@ -221,15 +222,17 @@ impl<M: Stage> Trainer<M> {
             .all_reduce(&groups.dp.comm)?
             .all_reduce(&groups.pp.comm)?;
 
-        let (params, bucket) = (self.model.params(), grads::DEFAULT_BUCKET_ELEMENTS);
-        grads::all_reduce_buckets(&mut self.gradients, &*groups.dp.comm, bucket)?;
-        grads::all_reduce_tied(&mut self.gradients, params, &*groups.embedding.comm)?;
-        grads::all_reduce_partial(&mut self.gradients, params, &*groups.tp.comm)?;
+        let (params, gradients) = (self.model.params(), &mut self.gradients);
+        let owned = self.data_parallel.owned();
+        self.data_parallel.reduce(gradients, &*groups.dp.comm)?;
+        grads::all_reduce_tied(gradients, params, owned, &*groups.embedding.comm)?;
+        grads::all_reduce_partial(gradients, params, &*groups.tp.comm)?;
         let average = match self.config.calculate_per_token_loss {
             true => 1.0 / loss.tokens.max(1.0),
             false => 1.0 / groups.dp.comm.size() as f64,
         };
-        let norm = average * grads::global_norm(&self.gradients, params, groups)?;
+        let squares = self.data_parallel.squares(gradients, params, groups)?;
+        let norm = average * grads::global_norm(squares, groups)?;
         let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
 
         let learning_rate = self.config.schedule.learning_rate(self.consumed_samples());
@@ -239,7 +242,11 @@ impl<M: Stage> Trainer<M> {
             average * clip,
             learning_rate,
         );
-        self.model.set_values(&self.values);
+        // The gradients are used up: their buffer takes the new parameters.
+        let parameters = &mut self.gradients;
+        self.data_parallel
+            .gather(&self.values, parameters, &*groups.dp.comm)?;
+        self.model.set_values(parameters);
         self.iteration += 1;
         if let Some(measured) = &mut self.memory {
             measured.parts.activations = max_kept;

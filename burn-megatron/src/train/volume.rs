@@ -1,6 +1,7 @@
 //! What one step communicates, predicted from the configuration: plain arithmetic.
 
 use super::ResolvedConfig;
+use crate::grads::Buckets;
 
 /// Calls of one kind by one rank in one group during one step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -23,8 +24,12 @@ pub struct StepVolumes {
     pub tp_scatter: StepVolume,
     /// Broadcasts of the step's tokens.
     pub tp_data: StepVolume,
-    /// All-reduces of gradients.
+    /// All-reduces of gradients, without a distributed optimizer.
     pub dp: StepVolume,
+    /// With one: reduce-scatters of gradients.
+    pub dp_scatter: StepVolume,
+    /// With one: all-gathers of updated parameters.
+    pub dp_gather: StepVolume,
     /// Sends of activations and their gradients to neighbouring stages.
     pub pp: StepVolume,
     /// All-reduces of the tied embedding's gradient.
@@ -48,7 +53,8 @@ impl StepVolumes {
     /// gradients of what is replicated are summed once. A layer that is computed again communicates what
     /// its forward does again. Where data is needed, the `b (s + 1)` tokens of
     /// each microbatch and one flag are broadcast, the masks of those that have one apart. Data
-    /// parallel: every parameter's gradient, once, by buckets. Pipeline: `[s, b, h]`, or `[s/t, b, h]`,
+    /// parallel: every parameter's gradient, once, by buckets; with a distributed optimizer every updated
+    /// parameter as well. Pipeline: `[s, b, h]`, or `[s/t, b, h]`,
     /// for each microbatch to the next stage, and back. Tied embedding: the rank's part of the table.
     pub(super) fn of(config: &ResolvedConfig, pp_rank: usize) -> Self {
         let (batch, layout) = (config.config().batch, config.layout());
@@ -84,11 +90,11 @@ impl StepVolumes {
             calls: reduced.calls + microbatches * 2 * last + partial_calls,
             bytes: reduced.bytes + microbatches * F32 * tokens * 3 * last + partial,
         };
-        // The gradient norm's one f64 of each rank is gathered as well.
+        // The gradient norm's two f64 of each rank are gathered as well.
         let gathered = activations(6 * layers + 2 * again + first + 2 * last);
         let tp_gather = StepVolume {
             calls: gathered.calls + 1,
-            bytes: gathered.bytes + F64 * sizes.tp as u64,
+            bytes: gathered.bytes + 2 * F64 * sizes.tp as u64,
         };
         let tp_scatter = activations(4 * layers + 2 * again + first + last);
         let rows = (batch.micro_batch_size * (batch.seq_length + 1) + 1) as u64;
@@ -96,10 +102,16 @@ impl StepVolumes {
             calls: 1,
             bytes: microbatches * I64 * rows,
         };
-        let elements = config.parameters_per_rank(pp_rank);
+        let distributed = config.config().data_parallel.use_distributed_optimizer;
+        let buckets = config.buckets(pp_rank);
         let dp = StepVolume {
-            calls: elements.div_ceil(crate::grads::DEFAULT_BUCKET_ELEMENTS) as u64,
-            bytes: F32 * elements as u64,
+            calls: buckets.ranges().len() as u64,
+            bytes: F32 * buckets.elements() as u64,
+        };
+        // Two f64 of each rank are gathered for the loss, and two for the gradient's norm.
+        let dp_gather = StepVolume {
+            calls: dp.calls + 2,
+            bytes: dp.bytes + 4 * F64 * layout.dp as u64,
         };
         let sends = config.pipeline_schedule().sends(pp_rank) as u64;
         let parts = if sequence_parallel {
@@ -111,9 +123,19 @@ impl StepVolumes {
             calls: sends,
             bytes: sends * F32 * tokens / parts * hidden,
         };
+        // Of the table each rank sums what it owns.
+        let (table, owners) = (
+            hidden as usize * model.padded_vocab_size / sizes.tp,
+            if distributed { layout.dp } else { 1 },
+        );
+        let size = config.config().data_parallel.ddp_bucket_size;
+        let embedding = match distributed {
+            true => Buckets::of_segments([table], size, owners).ranges().len(),
+            false => 1,
+        };
         let embedding = StepVolume {
-            calls: 1,
-            bytes: F32 * hidden * (model.padded_vocab_size / sizes.tp) as u64,
+            calls: embedding as u64,
+            bytes: F32 * table.div_ceil(owners) as u64,
         };
         let tied = !model.untie_embeddings_and_output_weights;
         let ends = first + last > 0;
@@ -126,7 +148,9 @@ impl StepVolumes {
             tp_gather: only_if(sequence_parallel, tp_gather),
             tp_scatter: only_if(sequence_parallel, tp_scatter),
             tp_data: only_if(sizes.tp > 1 && ends, tp_data),
-            dp: only_if(layout.dp > 1, dp),
+            dp: only_if(layout.dp > 1 && !distributed, dp),
+            dp_scatter: only_if(layout.dp > 1 && distributed, dp),
+            dp_gather: only_if(layout.dp > 1 && distributed, dp_gather),
             pp: only_if(sizes.pp > 1, pp),
             embedding: only_if(sizes.pp > 1 && tied && ends, embedding),
         }

@@ -1,0 +1,125 @@
+//! What the ranks of a data-parallel group do with one another's gradients and parameters.
+
+use super::{Buckets, Owned, SumOfSquares};
+use crate::comm::{Communicator, ReduceOp};
+use crate::error::Result;
+use crate::launch::ProcessGroups;
+use crate::shard::ParamRecord;
+use serde::{Deserialize, Serialize};
+
+/// How gradients are reduced and who updates what, under the names of Megatron's flags.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataParallelConfig {
+    /// Each rank keeps and updates an equal part of the optimizer's state (ZeRO stage 1, Rajbhandari et
+    /// al. 2020): gradients are reduced and scattered, and updated parameters gathered.
+    pub use_distributed_optimizer: bool,
+    /// Elements that are reduced, or gathered, at a time.
+    pub ddp_bucket_size: usize,
+}
+
+impl Default for DataParallelConfig {
+    fn default() -> Self {
+        DataParallelConfig {
+            use_distributed_optimizer: false,
+            ddp_bucket_size: 40_000_000,
+        }
+    }
+}
+
+/// One rank's view of its data-parallel group's buffers.
+#[derive(Debug)]
+pub struct DataParallel {
+    config: DataParallelConfig,
+    buckets: Buckets,
+    /// What this rank updates.
+    owned: Owned,
+}
+
+impl DataParallel {
+    /// For parameters in a flat buffer of `elements`, on one rank of `dp`.
+    pub fn new(
+        config: DataParallelConfig,
+        params: &[ParamRecord],
+        elements: usize,
+        dp: &dyn Communicator,
+    ) -> Self {
+        let buckets = Buckets::new(params, elements, config.ddp_bucket_size, dp.size());
+        let owned = match config.use_distributed_optimizer {
+            true => Owned::shard(params, &buckets, dp.rank()),
+            false => Owned::all(params, elements),
+        };
+        DataParallel {
+            config,
+            buckets,
+            owned,
+        }
+    }
+
+    /// The elements that this rank updates.
+    pub fn owned(&self) -> &Owned {
+        &self.owned
+    }
+
+    /// Sums flat gradients over the group, bucket by bucket. Under a distributed optimizer only the owned
+    /// elements hold their sums then.
+    ///
+    /// # Errors
+    /// If another rank fails.
+    pub fn reduce(&self, gradients: &mut [f32], dp: &dyn Communicator) -> Result<()> {
+        if dp.size() == 1 {
+            return Ok(());
+        }
+        let own = self.buckets.shard(dp.rank());
+        for (bucket, own) in self.buckets.ranges().iter().zip(own) {
+            if self.config.use_distributed_optimizer {
+                let mut sums = vec![0.0; own.len()];
+                dp.reduce_scatter(&gradients[bucket.clone()], &mut sums)?;
+                gradients[own].copy_from_slice(&sums);
+            } else {
+                dp.all_reduce(&mut gradients[bucket.clone()], ReduceOp::Sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The sum of squares of this rank's gradients, over the data-parallel group where each has a part, with
+    /// each parameter counted once over the tensor- and pipeline-parallel groups: see
+    /// [`ParamRecord::counts_at`].
+    ///
+    /// # Errors
+    /// If another rank fails.
+    pub fn squares(
+        &self,
+        gradients: &[f32],
+        params: &[ParamRecord],
+        groups: &ProcessGroups,
+    ) -> Result<SumOfSquares> {
+        let parts = self.owned.parts().iter();
+        let mine = parts.filter(|part| params[part.param].counts_at(groups));
+        let mine = mine.map(|part| SumOfSquares::of(&gradients[part.flat.clone()]));
+        match self.config.use_distributed_optimizer {
+            true => mine.sum::<SumOfSquares>().all_reduce(&*groups.dp.comm),
+            false => Ok(mine.sum()),
+        }
+    }
+
+    /// Puts every rank's owned elements, packed, to their places in `flat`.
+    ///
+    /// # Errors
+    /// If another rank fails.
+    pub fn gather(&self, packed: &[f32], flat: &mut [f32], dp: &dyn Communicator) -> Result<()> {
+        let mut rest = packed;
+        if !self.config.use_distributed_optimizer {
+            flat.copy_from_slice(packed);
+            return Ok(());
+        }
+        for bucket in self.buckets.ranges() {
+            let (own, later) = rest.split_at(bucket.len() / dp.size());
+            let all = bytemuck::cast_slice_mut(&mut flat[bucket.clone()]);
+            dp.all_gather(bytemuck::cast_slice(own), all)?;
+            rest = later;
+        }
+        Ok(())
+    }
+}
