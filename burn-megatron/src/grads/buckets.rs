@@ -89,7 +89,7 @@ pub struct OwnedPart {
 impl Owned {
     /// Everything.
     pub fn all(params: &[ParamRecord], elements: usize) -> Self {
-        Owned::new(params, vec![0..elements])
+        Owned::new(params, std::iter::once(0..elements).collect())
     }
 
     /// The shard of rank `part`.

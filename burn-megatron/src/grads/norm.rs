@@ -48,8 +48,11 @@ impl Add for SumOfSquares {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        let (sum, error) = two_sum(self.high, other.high);
-        let (high, low) = two_sum(sum, error + self.low + other.low);
+        let (high, error) = two_sum(self.high, other.high);
+        if !high.is_finite() {
+            return SumOfSquares { high, low: 0.0 };
+        }
+        let (high, low) = two_sum(high, error + self.low + other.low);
         SumOfSquares { high, low }
     }
 }
@@ -65,8 +68,7 @@ fn two_sum(a: f64, b: f64) -> (f64, f64) {
     let sum = a + b;
     let part_of_b = sum - a;
     let error = (a - (sum - part_of_b)) + (b - part_of_b);
-    // An overflow has no error to speak of.
-    (sum, if sum.is_finite() { error } else { 0.0 })
+    (sum, error)
 }
 
 /// Eight sums side by side, for the processor's vectors.
