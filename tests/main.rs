@@ -1,5 +1,6 @@
 //! Layouts against one rank and against Megatron's own runs; the library as a user sees it.
 
+mod checkpoints;
 mod cross_entropy;
 mod fixture_runs;
 mod launching;

@@ -63,6 +63,7 @@ pub struct Run {
     /// Count the embedding and the loss as layers when the layers are divided.
     pub account_for_ends: bool,
     pub micro_batch_size: usize,
+    pub global_batch_size: usize,
     pub clip_grad: f64,
     pub masked: bool,
     pub per_token_loss: bool,
@@ -89,6 +90,7 @@ impl Run {
             first_layers: None,
             account_for_ends: false,
             micro_batch_size: 2,
+            global_batch_size: 8,
             clip_grad: 1.0,
             masked: false,
             per_token_loss: true,
@@ -182,12 +184,11 @@ impl Run {
             data_parallel: DataParallelConfig {
                 use_distributed_optimizer: self.distributed_optimizer,
                 ddp_bucket_size: self.bucket_size,
-                ..DataParallelConfig::default()
             },
             batch: BatchConfig {
                 seq_length: 32,
                 micro_batch_size: self.micro_batch_size,
-                global_batch_size: 8,
+                global_batch_size: self.global_batch_size,
             },
             optimizer: OptimizerConfig {
                 lr: 1e-3,

@@ -31,6 +31,8 @@ pub enum ErrorKind {
         path: PathBuf,
         problems: Vec<String>,
     },
+    /// There is no checkpoint to load.
+    NoCheckpoint { path: PathBuf, reason: String },
     /// A rank ended without a result.
     Rank { rank: usize, reason: String },
     /// A collective could not complete: who waited, in what, and for whom.
@@ -130,6 +132,7 @@ impl fmt::Display for Error {
                 write!(f, "{}: {n} tensors do not fit the model:", path.display())?;
                 problems.iter().try_for_each(|p| write!(f, "\n  - {p}"))
             }
+            ErrorKind::NoCheckpoint { path, reason } => write!(f, "{} {reason}", path.display()),
             ErrorKind::Rank { rank, reason } => write!(f, "rank {rank} {reason}"),
             ErrorKind::Comm { rank, op, reason } => write!(f, "rank {rank}, {op}: {reason}"),
         }

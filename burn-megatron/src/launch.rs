@@ -48,6 +48,8 @@ pub struct ProcessGroups {
     /// The first and the last of them, which may each hold a copy of one embedding table; a rank
     /// between them is alone in its own.
     pub embedding: ProcessGroup,
+    /// All ranks once more, for what saves checkpoints beside the training.
+    pub saver: ProcessGroup,
 }
 
 /// What a rank knows of its place: handed to everything that needs a group, instead of globals.
@@ -78,6 +80,7 @@ impl RankContext {
                 dp: alone(),
                 pp: alone(),
                 embedding: alone(),
+                saver: alone(),
             },
             device: device.autodiff(),
             clock: Instant::now(),
@@ -167,23 +170,32 @@ fn contexts(world: &Arc<ThreadWorld>, grid: &RankGrid) -> Vec<RankContext> {
     let dp = join("dp", grid.groups(&[Axis::Dp]));
     let pp = join("pp", grid.groups(&[Axis::Pp]));
     let embedding = join("embedding", grid.embedding_groups());
-    (all.into_iter().zip(tp).zip(dp).zip(pp).zip(embedding))
-        .map(|((((world, tp), dp), pp), embedding)| ProcessGroups {
+    let saver = join("checkpoint", vec![(0..size).collect()]);
+    (all.into_iter()
+        .zip(tp)
+        .zip(dp)
+        .zip(pp)
+        .zip(embedding)
+        .zip(saver))
+    .map(
+        |(((((world, tp), dp), pp), embedding), saver)| ProcessGroups {
             world,
             tp,
             dp,
             pp,
             embedding,
-        })
-        .enumerate()
-        .map(|(rank, groups)| RankContext {
-            rank,
-            groups,
-            device: Device::flex().autodiff(),
-            clock,
-            memory: MemoryAccount::new(),
-        })
-        .collect()
+            saver,
+        },
+    )
+    .enumerate()
+    .map(|(rank, groups)| RankContext {
+        rank,
+        groups,
+        device: Device::flex().autodiff(),
+        clock,
+        memory: MemoryAccount::new(),
+    })
+    .collect()
 }
 
 /// Why a rank ended early.

@@ -11,6 +11,7 @@
 //! Start from [`prelude`], and implement [`models::Stage`] for a model of your own.
 
 pub mod autograd;
+pub mod checkpoint;
 pub mod comm;
 pub mod data;
 pub mod dropout;

@@ -91,6 +91,22 @@ impl AdamW {
         }
     }
 
+    /// Updates so far.
+    pub fn steps(&self) -> u32 {
+        self.steps
+    }
+
+    /// Both moments, packed: of the gradients, and of their squares.
+    pub fn moments(&self) -> (&[f32], &[f32]) {
+        (&self.first, &self.second)
+    }
+
+    /// Both moments to be filled, as of so many updates.
+    pub fn restore(&mut self, steps: u32) -> (&mut [f32], &mut [f32]) {
+        self.steps = steps;
+        (&mut self.first, &mut self.second)
+    }
+
     /// Updates `values`, packed, with the flat `gradients` times `grad_scale`. The arithmetic is that of
     /// PyTorch's `AdamW`: decoupled decay first, then the step with both moments corrected for their bias.
     pub fn step(&mut self, values: &mut [f32], gradients: &[f32], grad_scale: f64, lr: f64) {

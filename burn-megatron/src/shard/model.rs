@@ -132,7 +132,7 @@ impl<M: Module> ShardedModel<M> {
     /// # Errors
     /// If a tensor is missing, misshapen, of another type, or not of this model: all are listed.
     pub fn load(&mut self, weights: &FullWeights) -> Result<()> {
-        let flat = weights.read(&self.params, &self.names_of_all_stages()?)?;
+        let flat = weights.read(&self.params, self.elements, &self.names_of_all_stages()?)?;
         self.set_values(&flat);
         Ok(())
     }
@@ -144,7 +144,7 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// The names of the whole model's parameters, over all pipeline stages.
-    fn names_of_all_stages(&self) -> Result<BTreeSet<String>> {
+    pub(crate) fn names_of_all_stages(&self) -> Result<BTreeSet<String>> {
         let mine: Vec<&str> = self.params.iter().map(|p| p.name.as_str()).collect();
         let pp = &*self.context.groups.pp.comm;
         let all = all_gather_bytes(pp, mine.join("\n").as_bytes())?;

@@ -45,16 +45,17 @@ impl FullWeights {
             .map_err(|e| Error::data(&self.path, None, format!("not a safetensors file: {e}")))
     }
 
-    /// This rank's part of every parameter, in flat order. Rows of vocabulary padding are zeros.
+    /// This rank's part of every parameter, in a flat buffer of `elements`. Rows of vocabulary padding are zeros.
     /// `names` are those of the whole model, over all pipeline stages.
     pub(super) fn read(
         &self,
         params: &[ParamRecord],
+        elements: usize,
         names: &BTreeSet<String>,
     ) -> Result<Vec<f32>> {
         let tensors = self.tensors()?;
         let mut problems = Vec::new();
-        let mut flat = vec![0f32; params.last().map_or(0, |p| p.range.end)];
+        let mut flat = vec![0f32; elements];
         for param in params {
             match tensors.tensor(&param.name) {
                 Err(_) => problems.push(format!("{} is missing", param.name)),

@@ -1,6 +1,7 @@
 //! Training: a validated configuration, and one rank's trainer, whose
 //! [`train_step`](Trainer::train_step) is the whole of a step in order.
 
+mod checkpoint;
 mod config;
 mod generate;
 mod memory;
@@ -9,6 +10,7 @@ mod passes;
 mod step;
 mod volume;
 
+pub use checkpoint::LoadOptions;
 pub use config::{BatchConfig, ResolvedConfig, TrainConfig, TrainerConfig};
 pub use generate::Sampling;
 pub use memory::{MeasuredMemory, RankMemory};

@@ -40,18 +40,20 @@ pub struct StepOutput {
 /// One rank's model, gradients and optimizer.
 #[derive(Debug)]
 pub struct Trainer<M = GptModel> {
-    model: ShardedModel<M>,
-    config: TrainerConfig,
-    context: RankContext,
+    pub(super) model: ShardedModel<M>,
+    pub(super) config: TrainerConfig,
+    pub(super) context: RankContext,
     schedule: Schedule,
     evaluation: Schedule,
-    data_parallel: DataParallel,
-    optimizer: AdamW,
+    pub(super) data_parallel: DataParallel,
+    pub(super) optimizer: AdamW,
     /// The optimizer's copy of the parameters that this rank owns, packed.
-    values: Vec<f32>,
+    pub(super) values: Vec<f32>,
     /// Sums over the step's microbatches, in flat order; between steps the parameters.
     gradients: Vec<f32>,
-    iteration: usize,
+    pub(super) iteration: usize,
+    /// Samples of all steps so far, over all ranks.
+    pub(super) consumed_samples: u64,
     last_step: PipelineRecord,
     memory: Option<MeasuredMemory>,
 }
@@ -140,6 +142,7 @@ impl<M: Stage> Trainer<M> {
             config,
             context: rank.clone(),
             iteration: 0,
+            consumed_samples: 0,
             last_step: PipelineRecord::default(),
         })
     }
@@ -235,19 +238,16 @@ impl<M: Stage> Trainer<M> {
         let norm = average * grads::global_norm(squares, groups)?;
         let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
 
-        let learning_rate = self.config.schedule.learning_rate(self.consumed_samples());
+        let learning_rate = self.config.schedule.learning_rate(self.consumed_samples);
         self.optimizer.step(
             &mut self.values,
             &self.gradients,
             average * clip,
             learning_rate,
         );
-        // The gradients are used up: their buffer takes the new parameters.
-        let parameters = &mut self.gradients;
-        self.data_parallel
-            .gather(&self.values, parameters, &*groups.dp.comm)?;
-        self.model.set_values(parameters);
+        self.publish_values()?;
         self.iteration += 1;
+        self.consumed_samples += self.config.batch.global_batch_size as u64;
         if let Some(measured) = &mut self.memory {
             measured.parts.activations = max_kept;
             measured.peak = memory.peak().unwrap_or(0);
@@ -257,7 +257,7 @@ impl<M: Stage> Trainer<M> {
             lm_loss: loss.mean(),
             grad_norm: norm,
             learning_rate,
-            consumed_samples: self.consumed_samples(),
+            consumed_samples: self.consumed_samples,
             tokens: (self.config.batch.global_batch_size * self.config.batch.seq_length) as u64,
         })
     }
@@ -302,8 +302,13 @@ impl<M: Stage> Trainer<M> {
         &self.context
     }
 
-    fn consumed_samples(&self) -> u64 {
-        (self.iteration * self.config.batch.global_batch_size) as u64
+    /// Gives the model the values that the ranks of the data-parallel group own. Between steps the
+    /// gradients are used up: their buffer takes the parameters.
+    pub(super) fn publish_values(&mut self) -> Result<()> {
+        let (parameters, dp) = (&mut self.gradients, &*self.context.groups.dp.comm);
+        self.data_parallel.gather(&self.values, parameters, dp)?;
+        self.model.set_values(parameters);
+        Ok(())
     }
 
     /// The step's microbatches, on the stages that need them.
