@@ -98,7 +98,12 @@ impl From<Error> for Failure {
             ),
             ErrorKind::Weights { .. } => Failure::run(
                 cause,
-                "give --init-weights a full, unsharded file of this very model, or change [model]",
+                "give weights, or a checkpoint, of this very model, or change [model]",
+            ),
+            ErrorKind::NoCheckpoint { .. } => Failure::run(
+                cause,
+                "check --load and --ckpt-step; --no-exit-on-missing-checkpoint starts from step 1 where there is \
+                 none",
             ),
             ErrorKind::Comm { .. } => Failure::run(
                 cause,

@@ -1,5 +1,6 @@
 //! `megatron`: trains large transformers with Megatron-LM's parallelism, on Burn.
 
+mod checkpoint;
 mod cli;
 mod config;
 mod data;
@@ -23,6 +24,7 @@ fn main() -> ExitCode {
     let done = match cli::Cli::parse().command {
         cli::Command::Train(args) => train::run(&args),
         cli::Command::Preprocess(args) => preprocess::run(&args),
+        cli::Command::Checkpoint(args) => checkpoint::run(&args).map(|()| ExitCode::SUCCESS),
         cli::Command::Schedule(args) => schedule::run(&args).map(|()| ExitCode::SUCCESS),
     };
     match done {

@@ -572,3 +572,91 @@ fn a_reader_that_goes_away_does_not_end_the_run() {
     assert!(child.wait().unwrap().success());
     assert_eq!(run.losses().len(), 8);
 }
+
+/// The fixture's run with checkpoints in the run's folder.
+fn saving_run(run: &Run, args: &[&str]) -> Command {
+    let mut command = fixture_run(run);
+    command.args(["--save", &run.path("save")]).args(args);
+    command
+}
+
+fn checkpoints(run: &Run) -> Vec<String> {
+    let all = fs::read_dir(run.path("save")).map(|dir| {
+        let names = dir.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.collect::<Vec<_>>()
+    });
+    let mut all = all.unwrap_or_default();
+    all.sort();
+    all
+}
+
+#[test]
+fn a_run_that_stops_and_goes_on_is_the_run_that_did_not() {
+    let (whole, half) = (Run::new(), Run::new());
+    stdout(&mut fixture_run(&whole));
+    let said = stdout(&mut saving_run(
+        &half,
+        &[
+            "--save-interval",
+            "2",
+            "--async-save",
+            "--exit-interval",
+            "4",
+        ],
+    ));
+    assert!(
+        said.contains("stopped by --exit-interval at iteration 4 of 8"),
+        "{said}"
+    );
+    assert!(said.contains("saved iteration 2 to "), "{said}");
+    assert_eq!(
+        checkpoints(&half),
+        ["iter_0000002", "iter_0000004", "latest"]
+    );
+    // The command that the run printed, with a folder for this test.
+    let resume = said
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("resume"));
+    let words: Vec<&str> = resume.unwrap().split_whitespace().skip(1).collect();
+    let mut resume = megatron(&words);
+    resume.args([
+        "--no-tui",
+        "--run-dir",
+        &half.path("again"),
+        "--exit-interval",
+        "8",
+    ]);
+    let said = stdout(&mut resume);
+    assert!(said.contains("iteration 5/8"), "{said}");
+    assert_eq!(half.losses(), whole.losses());
+    let rates = |run: &Run| -> Vec<Value> {
+        run.metrics()
+            .iter()
+            .map(|step| step["learning_rate"].clone())
+            .collect()
+    };
+    assert_eq!(rates(&half), rates(&whole));
+}
+
+#[test]
+fn a_load_that_finds_nothing_trains_nothing() {
+    let run = Run::new();
+    let mut command = fixture_run(&run);
+    let message = stderr(command.args(["--load", &run.path("chekpoints")]), 1);
+    assert!(
+        message.contains("chekpoints is not a directory"),
+        "{message}"
+    );
+    assert!(
+        message.contains("--no-exit-on-missing-checkpoint"),
+        "{message}"
+    );
+    assert!(!Path::new(&run.path("run")).exists());
+    let mut command = fixture_run(&run);
+    let said = stdout(command.args([
+        "--load",
+        &run.path("chekpoints"),
+        "--no-exit-on-missing-checkpoint",
+    ]));
+    assert!(said.contains("starting from step 1"), "{said}");
+}

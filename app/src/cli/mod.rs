@@ -1,11 +1,13 @@
 //! The command line. Flags carry Megatron-LM's names; each is optional and overrides the TOML file.
 
+mod checkpoint;
 mod data;
 mod model;
 mod preprocess;
 mod schedule;
 mod training;
 
+pub use checkpoint::{CheckpointAction, CheckpointArgs, CheckpointPath, ReshardArgs};
 pub use preprocess::PreprocessArgs;
 pub use schedule::{ScheduleArgs, ScheduleFormat};
 
@@ -33,6 +35,8 @@ pub enum Command {
     Preprocess(PreprocessArgs),
     /// Draw a pipeline-parallel schedule and say how long its ranks idle, without running it
     Schedule(ScheduleArgs),
+    /// Look at checkpoints, check them, split them anew
+    Checkpoint(CheckpointArgs),
 }
 
 /// The flags of `megatron train`. A flag given twice counts as given last, as in Megatron: scripts
@@ -40,7 +44,8 @@ pub enum Command {
 #[derive(Debug, Default, Args)]
 #[command(args_override_self = true)]
 pub struct TrainArgs {
-    /// TOML file with the sections model, parallel, data_parallel, training, optimizer, data, logging and generate;
+    /// TOML file with the sections model, parallel, data_parallel, training, optimizer,
+    /// checkpoint, data, logging and generate;
     /// flags override it, and what neither says keeps its default
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -54,6 +59,8 @@ pub struct TrainArgs {
     training: training::TrainingArgs,
     #[command(flatten)]
     optimizer: training::OptimizerArgs,
+    #[command(flatten)]
+    checkpoint: checkpoint::CheckpointingArgs,
     #[command(flatten)]
     data: data::DataArgs,
     #[command(flatten)]
@@ -70,6 +77,7 @@ impl TrainArgs {
         self.data_parallel.apply(&mut config.data_parallel);
         self.training.apply(&mut config.training);
         self.optimizer.apply(&mut config.optimizer);
+        self.checkpoint.apply(&mut config.checkpoint);
         self.data.apply(&mut config.data);
         self.logging.apply(&mut config.logging);
         self.generate.apply(&mut config.generate);

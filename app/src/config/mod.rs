@@ -7,7 +7,8 @@ mod file;
 mod sections;
 
 pub use sections::{
-    DataConfig, GenerateConfig, LoggingConfig, TokenizerConfig, TokenizerType, TrainingConfig,
+    CheckpointConfig, DataConfig, GenerateConfig, LoggingConfig, TokenizerConfig, TokenizerType,
+    TrainingConfig,
 };
 
 use crate::cli::TrainArgs;
@@ -28,6 +29,7 @@ pub struct RunConfig {
     pub data_parallel: DataParallelConfig,
     pub training: TrainingConfig,
     pub optimizer: OptimizerConfig,
+    pub checkpoint: CheckpointConfig,
     pub data: DataConfig,
     pub logging: LoggingConfig,
     pub generate: GenerateConfig,

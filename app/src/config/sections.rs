@@ -44,6 +44,58 @@ impl Default for TrainingConfig {
     }
 }
 
+/// `[checkpoint]`: what is saved and loaded, and when a run ends before its last step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointConfig {
+    /// Where checkpoints go.
+    pub save: Option<PathBuf>,
+    /// Steps between two; at the end alone where not given.
+    pub save_interval: Option<usize>,
+    /// Older ones that stay are of every so many steps.
+    pub save_retain_interval: Option<u64>,
+    /// The newest so many stay.
+    pub keep_last: Option<usize>,
+    /// Save in the background.
+    pub async_save: bool,
+    /// Where to go on from.
+    pub load: Option<PathBuf>,
+    /// The step of the checkpoint to go on from; the newest where not given.
+    pub ckpt_step: Option<u64>,
+    /// Start the optimizer's state anew.
+    pub no_load_optim: bool,
+    /// Load the weights alone.
+    pub finetune: bool,
+    /// Whether a `load` that finds nothing is an error.
+    pub exit_on_missing_checkpoint: bool,
+    /// Save and exit with status 0 on a signal.
+    pub exit_signal_handler: bool,
+    /// Save and exit after so many minutes.
+    pub exit_duration_in_mins: Option<f64>,
+    /// Save and exit after a step that this divides.
+    pub exit_interval: Option<usize>,
+}
+
+impl Default for CheckpointConfig {
+    fn default() -> Self {
+        CheckpointConfig {
+            save: None,
+            save_interval: None,
+            save_retain_interval: None,
+            keep_last: None,
+            async_save: false,
+            load: None,
+            ckpt_step: None,
+            no_load_optim: false,
+            finetune: false,
+            exit_on_missing_checkpoint: true,
+            exit_signal_handler: false,
+            exit_duration_in_mins: None,
+            exit_interval: None,
+        }
+    }
+}
+
 /// Megatron's names of its tokenizers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TokenizerType {

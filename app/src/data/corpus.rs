@@ -5,6 +5,7 @@ use super::{BatchSource, tokenise};
 use crate::config::RunConfig;
 use crate::error::{Failure, Result};
 use crate::train::intervals;
+use burn_megatron::checkpoint::Progress;
 use burn_megatron::data::{
     BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, SamplerConfig, Split,
     SplitRanges, TokenDataset, Tokenizer,
@@ -19,8 +20,13 @@ pub struct Corpus {
     train: Arc<dyn TokenDataset>,
     valid: Option<Arc<dyn TokenDataset>>,
     tokens: u64,
-    train_iters: usize,
+    /// Steps from the start on.
+    train_steps: usize,
+    /// Global batches of all evaluations, and of those before the start.
     evaluations: usize,
+    evaluated: usize,
+    start: Progress,
+    global_batch_size: usize,
     prefetch: usize,
 }
 
@@ -48,6 +54,7 @@ impl Corpus {
         config: &RunConfig,
         tokenizer: Option<Arc<Tokenizer>>,
         run_dir: &Path,
+        start: Progress,
     ) -> Result<Self> {
         let blend = Blend::parse(&config.data.data_path);
         let split = SplitRanges::parse(&config.data.split)?;
@@ -75,7 +82,10 @@ impl Corpus {
             seed: seed(training.seed)?,
         };
         let samples = |steps: usize| (steps * training.global_batch_size) as u64;
-        let train = builder.build(Split::Train, samples(training.train_iters))?;
+        let left = training
+            .train_iters
+            .saturating_sub(start.iteration as usize);
+        let train = builder.build(Split::Train, start.consumed_samples + samples(left))?;
         let valid = match evaluations {
             0 => None,
             steps => builder.build(Split::Valid, samples(steps))?,
@@ -87,8 +97,12 @@ impl Corpus {
             train,
             valid,
             tokens: files.iter().map(|file| file.total_tokens()).sum(),
-            train_iters: training.train_iters,
+            train_steps: left,
             evaluations,
+            start,
+            evaluated: start.iteration as usize / config.data.eval_interval
+                * config.data.eval_iters,
+            global_batch_size: training.global_batch_size,
             prefetch: config.data.prefetch,
         })
     }
@@ -105,7 +119,8 @@ impl Corpus {
 
     /// The training batches of one data-parallel rank.
     pub fn train(&self, share: SamplerConfig) -> burn_megatron::Result<Box<dyn BatchSource>> {
-        self.source(&self.train, share, self.train_iters)
+        let consumed = self.start.consumed_samples;
+        self.source(&self.train, share, consumed, self.train_steps)
     }
 
     /// The validation batches of one data-parallel rank, where there are any.
@@ -115,7 +130,11 @@ impl Corpus {
     ) -> burn_megatron::Result<Option<Box<dyn BatchSource>>> {
         let valid = self.valid.as_ref();
         valid
-            .map(|valid| self.source(valid, share, self.evaluations))
+            .map(|valid| {
+                let consumed = (self.evaluated * self.global_batch_size) as u64;
+                let left = self.evaluations.saturating_sub(self.evaluated);
+                self.source(valid, share, consumed, left)
+            })
             .transpose()
     }
 
@@ -123,9 +142,10 @@ impl Corpus {
         &self,
         dataset: &Arc<dyn TokenDataset>,
         share: SamplerConfig,
+        consumed_samples: u64,
         steps: usize,
     ) -> burn_megatron::Result<Box<dyn BatchSource>> {
-        let reader = Reader::new(dataset.clone(), share)?;
+        let reader = Reader::new(dataset.clone(), share, consumed_samples)?;
         reader.batches(steps as u64, self.prefetch)
     }
 }

@@ -31,10 +31,13 @@ pub enum RunData {
 }
 
 impl RunData {
-    /// The training batches of one data-parallel rank.
-    pub fn train(&self, share: SamplerConfig) -> Result<Box<dyn BatchSource>> {
+    /// The training batches of one data-parallel rank, from the step after `iteration` on.
+    pub fn train(&self, share: SamplerConfig, iteration: usize) -> Result<Box<dyn BatchSource>> {
         match self {
-            RunData::Batches(batches) => Ok(Box::new(Cursor::new(batches.clone(), share, 0)?)),
+            RunData::Batches(batches) => {
+                let cursor = Cursor::new(batches.clone(), share, iteration)?;
+                Ok(Box::new(cursor))
+            }
             RunData::Corpus(corpus) => corpus.train(share),
         }
     }

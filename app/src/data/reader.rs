@@ -1,7 +1,9 @@
 //! One data-parallel rank's way through a dataset.
 
 use super::BatchSource;
-use burn_megatron::data::{Prefetch, Sample, Sampler, SamplerConfig, TokenDataset};
+use burn_megatron::data::{
+    Prefetch, Sample, Sampler, SamplerConfig, SamplerPosition, TokenDataset,
+};
 use burn_megatron::train::MicroBatch;
 use burn_megatron::{Error, Result};
 use std::sync::Arc;
@@ -10,12 +12,19 @@ use std::sync::Arc;
 pub struct Reader {
     dataset: Arc<dyn TokenDataset>,
     sampler: Sampler,
+    start: SamplerPosition,
 }
 
 impl Reader {
-    /// A reader of what a data-parallel rank takes of each global batch.
-    pub fn new(dataset: Arc<dyn TokenDataset>, config: SamplerConfig) -> Result<Self> {
+    /// A reader of what a data-parallel rank takes of each global batch, after so many samples over all
+    /// ranks.
+    pub fn new(
+        dataset: Arc<dyn TokenDataset>,
+        config: SamplerConfig,
+        consumed_samples: u64,
+    ) -> Result<Self> {
         Ok(Reader {
+            start: SamplerPosition { consumed_samples },
             sampler: Sampler::new(config, dataset.len() as u64)?,
             dataset,
         })
@@ -38,7 +47,7 @@ impl Reader {
     }
 
     fn read(&self, step: u64) -> Result<Vec<MicroBatch>> {
-        let position = self.sampler.at_step(step);
+        let position = self.sampler.after(self.start, step);
         (0..self.sampler.num_microbatches())
             .map(|i| {
                 let samples = self.sampler.samples(position, i)?;

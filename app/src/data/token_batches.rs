@@ -2,7 +2,7 @@
 
 use super::BatchSource;
 use crate::error::{Failure, Result};
-use burn_megatron::data::{Sampler, SamplerConfig};
+use burn_megatron::data::{Sampler, SamplerConfig, SamplerPosition};
 use burn_megatron::train::MicroBatch;
 use burn_megatron::{Error, Violation};
 use memmap2::Mmap;
@@ -252,7 +252,8 @@ impl BatchSource for Cursor {
             return Err(Error::data(&self.batches.path, None, reason));
         }
         self.step += 1;
-        let position = self.sampler.at_step(step as u64);
+        let start = SamplerPosition::default();
+        let position = self.sampler.after(start, step as u64);
         (0..self.sampler.num_microbatches())
             .map(|i| {
                 let samples = self.sampler.samples(position, i)?;

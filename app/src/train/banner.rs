@@ -55,9 +55,19 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
     if let Some(pipeline) = pipeline::planned(plan) {
         lines.insert(2, ("pipeline", pipeline));
     }
-    let start = match &training.init_weights {
-        Some(path) => format!("from {}", path.display()),
-        None => format!("random, seed {}", training.seed),
+    let start = match (&plan.load, &training.init_weights) {
+        (Some(checkpoint), _) => format!(
+            "of {}, step {}{}",
+            checkpoint.path().display(),
+            checkpoint.manifest().progress.iteration,
+            match (config.checkpoint.finetune, config.checkpoint.no_load_optim) {
+                (true, _) => ", from step 1",
+                (_, true) => ", with a new optimizer",
+                _ => "",
+            }
+        ),
+        (None, Some(path)) => format!("from {}", path.display()),
+        (None, None) => format!("random, seed {}", training.seed),
     };
     lines.push(("weights", start));
     lines.push(("memory", memory::planned(plan)));

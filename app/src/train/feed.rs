@@ -173,12 +173,25 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// Creates the file, replacing one of that name.
+    /// Creates the file, replacing one of that name; of a run that goes on after `iteration`, the lines up
+    /// to it stay.
     ///
     /// # Errors
     /// It could not be created.
-    pub fn create(path: &Path) -> Result<Self> {
-        let file = File::create(path).map_err(|e| Error::io(path, e))?;
+    pub fn after(path: &Path, iteration: usize) -> Result<Self> {
+        let failed = |e| Error::io(path, e);
+        let before = match iteration {
+            0 => String::new(),
+            _ => std::fs::read_to_string(path).unwrap_or_default(),
+        };
+        let mut file = File::create(path).map_err(failed)?;
+        for line in before.lines() {
+            let step: Option<StepReport> = serde_json::from_str(line).ok();
+            if step.is_some_and(|step| step.iteration <= iteration) {
+                file.write_all(format!("{line}\n").as_bytes())
+                    .map_err(failed)?;
+            }
+        }
         let path = path.to_path_buf();
         Ok(MetricsFile { file, path })
     }
@@ -200,7 +213,7 @@ mod tests {
     fn losses_survive_the_metrics_file_bit_for_bit() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.jsonl");
-        let mut metrics = MetricsFile::create(&path).unwrap();
+        let mut metrics = MetricsFile::after(&path, 0).unwrap();
         let losses = [5.084_334_f32, f32::MIN_POSITIVE, 1.0 / 3.0, 7.25e-12];
         for (i, &lm_loss) in losses.iter().enumerate() {
             let report = StepReport {

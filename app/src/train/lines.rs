@@ -10,6 +10,7 @@ use burn::train::renderer::{
     EvaluationName, MetricState, MetricsRenderer, MetricsRendererEvaluation,
     MetricsRendererTraining,
 };
+use burn_megatron::checkpoint::Progress;
 use std::collections::HashMap;
 use std::io::Write;
 use std::time::Duration;
@@ -20,6 +21,8 @@ const QUICK_EVALUATION: usize = 10;
 /// What the lines need beside the metrics.
 #[derive(Debug, Clone, Copy)]
 pub struct LineConfig {
+    /// Steps and samples before the run, of a checkpoint.
+    pub start: Progress,
     pub train_iters: usize,
     pub log_interval: usize,
     pub global_batch_size: usize,
@@ -51,7 +54,7 @@ impl<W: Write> Lines<W> {
             out,
             names: HashMap::new(),
             values: HashMap::new(),
-            iteration: 0,
+            iteration: config.start.iteration as usize,
             validating: false,
             since: (0, 0.0, 0.0),
             all: (0, 0.0),
@@ -87,12 +90,13 @@ impl<W: Write> Lines<W> {
         let tokens = self.value(TOKENS_PER_SECOND) * seconds;
         let (steps, t, s) = self.since;
         self.since = (steps + 1, t + tokens, s + seconds);
-        if self.iteration > 1 {
+        let first = self.config.start.iteration as usize + 1;
+        if self.iteration > first {
             self.all = (self.all.0 + 1, self.all.1 + seconds);
         }
         let i = self.iteration;
         let due = i.is_multiple_of(self.config.log_interval);
-        if i == 1 || due || i == self.config.train_iters {
+        if i == first || due || i == self.config.train_iters {
             let line = self.line();
             self.print(&line);
             self.since = (0, 0.0, 0.0);
@@ -106,8 +110,11 @@ impl<W: Write> Lines<W> {
         let LineConfig {
             train_iters,
             global_batch_size,
+            start,
             ..
         } = self.config;
+        let here = self.iteration - start.iteration as usize;
+        let consumed = start.consumed_samples + (here * global_batch_size) as u64;
         let (steps, tokens, seconds) = self.since;
         let remaining = train_iters.saturating_sub(self.iteration);
         let per_step = match self.all {
@@ -124,7 +131,7 @@ impl<W: Write> Lines<W> {
             self.value(LEARNING_RATE),
             grouped((tokens / seconds) as u64),
             1000.0 * seconds / steps as f64,
-            grouped((self.iteration * global_batch_size) as u64),
+            grouped(consumed),
             duration(eta),
             width = train_iters.to_string().len(),
         )
@@ -244,6 +251,7 @@ mod tests {
     #[test]
     fn one_line_per_interval_and_evaluation() {
         let config = LineConfig {
+            start: Progress::default(),
             train_iters: 300,
             log_interval: 2,
             global_batch_size: 16,

@@ -15,15 +15,18 @@ mod pipeline;
 mod plan;
 mod rank;
 mod report;
+mod saving;
 mod strategy;
 mod terminal;
 
 pub use plan::Plan;
 pub use rank::intervals;
 
+use saving::Stop;
+
 use crate::cli::TrainArgs;
 use crate::config::RunConfig;
-use crate::error::{INTERRUPTED, Result};
+use crate::error::{Failure, INTERRUPTED, Result};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -40,8 +43,15 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
         pipeline::write_trace(&plan, &ended, path)?;
     }
     report::print(&plan, &ended, started.elapsed())?;
-    Ok(match ended.interrupted {
-        true => ExitCode::from(INTERRUPTED),
-        false => ExitCode::SUCCESS,
+    if let Some(reason) = ended.save_failed {
+        return Err(Failure::run(
+            reason,
+            "the checkpoints before it are as they were; free or name another directory, and resume",
+        ));
+    }
+    let clean_exit = plan.config.checkpoint.exit_signal_handler;
+    Ok(match ended.stop {
+        Some(Stop::Asked) if !clean_exit => ExitCode::from(INTERRUPTED),
+        _ => ExitCode::SUCCESS,
     })
 }

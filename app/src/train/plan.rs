@@ -4,15 +4,18 @@ use super::rank::intervals;
 use crate::config::{RunConfig, TokenizerType};
 use crate::data::{self, Corpus, RunData, TokenBatches, Wanted};
 use crate::error::{Failure, Result};
+use crate::say::say;
 use crate::units::timestamp;
+use burn_megatron::checkpoint::{Checkpoint, Progress};
 use burn_megatron::data::{SamplerConfig, Tokenizer};
 use burn_megatron::shard::FullWeights;
-use burn_megatron::train::{ResolvedConfig, Sampling};
+use burn_megatron::train::{LoadOptions, ResolvedConfig, Sampling};
 use burn_megatron::{Error, ErrorKind, Violation};
+use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 /// A run that can start.
 pub struct Plan {
@@ -20,6 +23,11 @@ pub struct Plan {
     pub resolved: ResolvedConfig,
     pub run_dir: PathBuf,
     pub data: RunData,
+    /// The checkpoint to go on from.
+    pub load: Option<Checkpoint>,
+    /// How far the training is at the start.
+    pub start: Progress,
+    pub started: Instant,
     /// The weights to start from, if not random ones.
     pub init: Option<FullWeights>,
     /// The text to write at the end, if any.
@@ -47,9 +55,16 @@ impl Plan {
         };
         let resolved = resolve(&config, tokenizer.as_deref())?;
         let sample = SamplePlan::new(&config, tokenizer.as_ref())?;
+        let load = find_checkpoint(&config)?;
+        let start = match &load {
+            Some(checkpoint) if !config.checkpoint.finetune => checkpoint.manifest().progress,
+            _ => Progress::default(),
+        };
+        check_start(&config, start)?;
+        // A checkpoint has its own weights; the others were for the start.
         let init = match &config.training.init_weights {
-            Some(path) => Some(FullWeights::open(path)?),
-            None => None,
+            Some(path) if load.is_none() => Some(FullWeights::open(path)?),
+            _ => None,
         };
         let batches = match &config.data.token_batches {
             Some(path) => Some(TokenBatches::open(path, wanted(&config, &resolved))?),
@@ -65,13 +80,16 @@ impl Plan {
         config.save(&run_dir.join("config.toml"))?;
         let data = match batches {
             Some(batches) => RunData::Batches(Arc::new(batches)),
-            None => RunData::Corpus(Corpus::open(&config, tokenizer, &run_dir)?),
+            None => RunData::Corpus(Corpus::open(&config, tokenizer, &run_dir, start)?),
         };
         Ok(Arc::new(Plan {
             config,
             resolved,
             run_dir,
             data,
+            load,
+            start,
+            started: Instant::now(),
             init,
             sample,
         }))
@@ -88,6 +106,20 @@ impl Plan {
         intervals(iters, self.config.data.eval_interval).len()
     }
 
+    /// What is taken from the checkpoint beside the weights.
+    pub fn load_options(&self) -> LoadOptions {
+        LoadOptions {
+            no_load_optim: self.config.checkpoint.no_load_optim,
+            finetune: self.config.checkpoint.finetune,
+        }
+    }
+
+    /// What every checkpoint of this run keeps of it: its configuration, and the vocabulary that the data
+    /// told.
+    pub fn saved_with(&self) -> Value {
+        json!({ "config": self.config, "vocab_size": self.resolved.config().vocab_size })
+    }
+
     /// What data-parallel rank `rank` reads.
     pub fn share(&self, rank: usize) -> SamplerConfig {
         SamplerConfig {
@@ -97,6 +129,48 @@ impl Plan {
             global_batch_size: self.config.training.global_batch_size,
         }
     }
+}
+
+/// The checkpoint of `--load`. That there is none is an error, unless told otherwise: a misspelt directory
+/// would train from the start.
+fn find_checkpoint(config: &RunConfig) -> Result<Option<Checkpoint>> {
+    let config = &config.checkpoint;
+    let Some(dir) = &config.load else {
+        return Ok(None);
+    };
+    match Checkpoint::find(dir, config.ckpt_step) {
+        Ok(checkpoint) => Ok(Some(checkpoint)),
+        Err(error) => match error.kind() {
+            ErrorKind::NoCheckpoint { .. } if !config.exit_on_missing_checkpoint => {
+                say!("{error}: starting from step 1");
+                Ok(None)
+            }
+            _ => Err(error.into()),
+        },
+    }
+}
+
+/// That something is left to train, and from the same counters.
+fn check_start(config: &RunConfig, start: Progress) -> Result<()> {
+    let training = &config.training;
+    if start.iteration > 0 && start.iteration >= training.train_iters as u64 {
+        return Err(Failure::usage(
+            format!(
+                "the checkpoint is of step {}, and the run has {}",
+                start.iteration, training.train_iters
+            ),
+            "give more steps (--train-iters), or load its weights alone (--finetune)",
+        ));
+    }
+    if start.iteration > 0 && start.seed != training.seed {
+        say!(
+            "warning: the checkpoint was trained with seed {}, this run has seed {}: its data come in another \
+             order",
+            start.seed,
+            training.seed
+        );
+    }
+    Ok(())
 }
 
 /// The library's rules and the program's, in one list.
@@ -152,7 +226,17 @@ fn rules(config: &RunConfig) -> Vec<Violation> {
             "a .jsonl data path needs a tokenizer (--tokenizer-type)",
         ));
     }
+    let checkpoint = &config.checkpoint;
+    if checkpoint.save.is_none() && checkpoint.save_interval.is_some() {
+        violations.push(rule("save_interval needs a directory (--save)"));
+    }
+    if checkpoint.load.is_none() && checkpoint.ckpt_step.is_some() {
+        violations.push(rule("ckpt_step needs a directory (--load)"));
+    }
     let at_least_one = [
+        ("save_interval", checkpoint.save_interval.unwrap_or(1)),
+        ("exit_interval", checkpoint.exit_interval.unwrap_or(1)),
+        ("keep_last", checkpoint.keep_last.unwrap_or(1)),
         ("eval_interval", data.eval_interval),
         ("log_interval", config.logging.log_interval),
     ];

@@ -4,11 +4,13 @@ use super::feed::Feed;
 use super::memory;
 use super::metrics::{EvalReport, StepReport};
 use super::plan::Plan;
+use super::saving::{Outcome, Saving, Stop, stop_agreed};
 use crate::data::BatchSource;
+use crate::units::bytes;
 use burn::train::Interrupter;
 use burn_megatron::Result;
+use burn_megatron::checkpoint::Saved;
 use burn_megatron::comm::counted::{Account, Collective};
-use burn_megatron::comm::{Communicator, ReduceOp};
 use burn_megatron::launch::{ProcessGroup, ProcessGroups, RankContext};
 use burn_megatron::pipeline::Span;
 use burn_megatron::train::{MeasuredMemory, MicroBatch, StepVolume, StepVolumes, Trainer};
@@ -18,8 +20,8 @@ use std::time::Instant;
 /// How a rank's run ended; the same on every rank, but for the times.
 #[derive(Debug, Default, Clone)]
 pub struct RankEnd {
-    /// Somebody asked to stop before the last step.
-    pub interrupted: bool,
+    /// Why it ended before the last step, if it did.
+    pub stop: Option<Stop>,
     /// The step whose loss was not a number; the run stopped there.
     pub diverged_at: Option<usize>,
     /// The sample's new tokens.
@@ -29,6 +31,10 @@ pub struct RankEnd {
     pub spans: Vec<Span>,
     /// What every rank's memory went to in the first step.
     pub memory: Vec<MeasuredMemory>,
+    /// The newest checkpoint of this run.
+    pub saved: Option<Saved>,
+    /// Why the last save failed, if it did.
+    pub save_failed: Option<String>,
 }
 
 /// A kind of communication that is predicted and counted.
@@ -112,7 +118,7 @@ pub fn run(
     let share = plan.share(rank.groups.dp.comm.rank());
     let reads = rank.reads_data();
     let mut train = match reads {
-        true => plan.data.train(share)?,
+        true => plan.data.train(share, plan.start.iteration as usize)?,
         false => Box::new(NoBatches),
     };
     let mut valid = match reads {
@@ -121,15 +127,23 @@ pub fn run(
     };
     let mut this = Rank {
         trainer: Trainer::new(&plan.resolved, rank, plan.init.as_ref())?,
+        saving: Saving::new(&plan.config.checkpoint, plan.saved_with(), rank),
+        started: plan.started,
         plan,
         groups: &rank.groups,
         interrupter,
         feed,
         end: RankEnd::default(),
     };
+    if let Some(checkpoint) = &plan.load {
+        this.trainer.load(checkpoint, plan.load_options())?;
+    }
     let config = &plan.config;
+    let first = plan.start.iteration as usize;
     let all = intervals(config.training.train_iters, config.data.eval_interval);
-    for (interval, steps) in (1..).zip(all) {
+    let left = (1..).zip(all).filter(|(_, steps)| steps.end > first);
+    for (interval, steps) in left {
+        let steps = steps.start.max(first)..steps.end;
         let stop = this.train(interval, steps, train.as_mut())?;
         if let (Some(valid), false) = (valid.as_deref_mut(), stop) {
             this.evaluate(interval, valid)?;
@@ -160,6 +174,8 @@ struct Rank<'a> {
     interrupter: &'a Interrupter,
     feed: Option<&'a mut Feed>,
     trainer: Trainer,
+    saving: Saving,
+    started: Instant,
     end: RankEnd,
 }
 
@@ -196,10 +212,24 @@ impl Rank<'_> {
             if let Some(feed) = self.feed.as_deref_mut() {
                 feed.step(report, step - steps.start + 1, total)?;
             }
+            if self.end.diverged_at.is_some() {
+                stop = true;
+                break;
+            }
+            let outcomes = self.saving.after_step(&self.trainer)?;
+            self.tell(outcomes);
+            let (config, iteration) = (&self.plan.config, step + 1);
+            let world = &*self.groups.world.comm;
+            let agreed = stop_agreed(
+                world,
+                self.interrupter,
+                &config.checkpoint,
+                iteration,
+                self.started,
+            )?;
             // After the last step there is nothing left to cut short.
-            let asked = stop_agreed(&*self.groups.world.comm, self.interrupter)?;
-            self.end.interrupted = asked && step + 1 < self.plan.config.training.train_iters;
-            stop = self.end.interrupted || self.end.diverged_at.is_some();
+            self.end.stop = agreed.filter(|_| iteration < config.training.train_iters);
+            stop = self.end.stop.is_some();
             if stop {
                 break;
             }
@@ -225,9 +255,46 @@ impl Rank<'_> {
         Ok(())
     }
 
+    /// Whether whoever stopped the run waits for its end and nothing else.
+    fn leaves_at_once(&self) -> bool {
+        self.plan.config.checkpoint.exit_signal_handler && self.end.stop == Some(Stop::Asked)
+    }
+
+    /// Keeps and reports what became of saves.
+    fn tell(&mut self, outcomes: Vec<Outcome>) {
+        for outcome in outcomes {
+            let line = match outcome {
+                Outcome::Saved(saved, time) => {
+                    let line = format!(
+                        "saved iteration {} to {} ({}, {:.1} s)",
+                        saved.iteration,
+                        saved.path.display(),
+                        bytes(saved.bytes),
+                        time.as_secs_f64()
+                    );
+                    self.end.saved = Some(saved);
+                    self.end.save_failed = None;
+                    line
+                }
+                Outcome::Failed(iteration, reason) => {
+                    let reason = format!("iteration {iteration} was not saved: {reason}");
+                    let line = format!("warning: {reason}; the training goes on");
+                    self.end.save_failed = Some(reason);
+                    line
+                }
+            };
+            self.report(|feed| feed.remark(vec![line]));
+        }
+    }
+
     /// Saves the weights and writes the sample, unless there is nothing sane to save.
     fn leave(mut self) -> Result<RankEnd> {
         if self.end.diverged_at.is_some() {
+            return Ok(self.end);
+        }
+        let outcomes = self.saving.at_end(&self.trainer)?;
+        self.tell(outcomes);
+        if self.leaves_at_once() {
             return Ok(self.end);
         }
         if let Some(path) = &self.plan.config.training.save_weights {
@@ -259,18 +326,6 @@ fn train_step(trainer: &mut Trainer, batches: &mut dyn BatchSource) -> Result<St
         tokens_per_second: step.tokens as f64 / step_time_s,
         step_time_s,
     })
-}
-
-/// Whether all ranks stop after this step.
-///
-/// The interrupter is set at any moment, by a signal or by the dashboard, and the ranks look at it
-/// at different moments: acting on one's own view would leave a rank waiting in a collective that
-/// the others never enter. So each rank contributes what it saw and all act on the maximum, which
-/// is one value for the whole world at one step, whatever the transport.
-fn stop_agreed(world: &dyn Communicator, interrupter: &Interrupter) -> Result<bool> {
-    let mut flag = [f32::from(u8::from(interrupter.should_stop()))];
-    world.all_reduce(&mut flag, ReduceOp::Max)?;
-    Ok(flag[0] > 0.0)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use super::memory;
 use super::pipeline;
 use super::plan::Plan;
 use super::rank;
+use super::saving::Stop;
 use super::strategy::Ended;
 use super::terminal;
 use crate::error::Result;
@@ -26,12 +27,14 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
         say!("");
     }
     let steps = plan.config.training.train_iters;
-    match ended.interrupted {
-        true => say!(
-            "stopped by request at iteration {} of {steps}",
-            last.iteration
-        ),
-        false => say!("trained {steps} steps in {}", duration(wall)),
+    let why = ended.stop.map(|stop| match stop {
+        Stop::Asked => "by request",
+        Stop::Duration => "by --exit-duration-in-mins",
+        Stop::Interval => "by --exit-interval",
+    });
+    match why {
+        Some(why) => say!("stopped {why} at iteration {} of {steps}", last.iteration),
+        None => say!("trained {steps} steps in {}", duration(wall)),
     }
     say!(
         "  loss      {:.4} at first, {:.4} at last ({:.0}%)",
@@ -64,6 +67,20 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
         say!("  pipeline  {line}");
     }
     say!("  files     {}", files(plan));
+    if let Some(saved) = &ended.saved {
+        say!("  saved     {}", saved.path.display());
+        let dir = plan.config.checkpoint.save.as_deref();
+        let dir = dir.unwrap_or(&saved.path).display();
+        let config = plan.run_dir.join("config.toml");
+        let more = match ended.stop {
+            Some(_) => "",
+            None => " --train-iters N",
+        };
+        say!(
+            "  resume    megatron train --config {} --load {dir}{more}",
+            config.display()
+        );
+    }
     Ok(())
 }
 

@@ -4,6 +4,7 @@ use super::feed::{Feed, History, MetricsFile, Remarks};
 use super::metrics::{self, EvalReport, StepReport};
 use super::plan::Plan;
 use super::rank::{self, Communication, RankEnd};
+use super::saving::Stop;
 use super::{interrupt, terminal};
 use crate::error::{Failure, Result};
 use burn::data::dataloader::{DataLoader, DataLoaderIterator, Progress};
@@ -17,6 +18,7 @@ use burn::train::{
     SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep, TrainingComponents,
     TrainingStrategy, ValidLoader,
 };
+use burn_megatron::checkpoint::Saved;
 use burn_megatron::launch::run_ranks;
 use burn_megatron::pipeline::Span;
 use burn_megatron::train::MeasuredMemory;
@@ -25,7 +27,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// How the run ended, for the report.
 #[derive(Debug)]
 pub struct Ended {
-    pub interrupted: bool,
+    /// Why the run ended before its last step, if it did.
+    pub stop: Option<Stop>,
+    /// The newest checkpoint of the run.
+    pub saved: Option<Saved>,
+    /// Why the last save failed, if it did.
+    pub save_failed: Option<String>,
     /// The sample's new tokens.
     pub sample: Option<Vec<i64>>,
     /// Rank 0's.
@@ -45,7 +52,7 @@ pub fn launch(plan: &Arc<Plan>) -> Result<Ended> {
     let interrupter = Interrupter::new();
     let logging = &plan.config.logging;
     let metrics_file = match &logging.metrics_file {
-        Some(path) => Some(MetricsFile::create(path)?),
+        Some(path) => Some(MetricsFile::after(path, plan.start.iteration as usize)?),
         None => None,
     };
     let remarks = Remarks::default();
@@ -134,7 +141,9 @@ fn judge(ends: Vec<RankEnd>, history: History, interrupter: &Interrupter) -> Res
         ));
     }
     Ok(Ended {
-        interrupted: end.interrupted,
+        stop: end.stop,
+        saved: end.saved,
+        save_failed: end.save_failed,
         sample: end.sample,
         communication: end.communication,
         spans,

@@ -18,6 +18,7 @@ pub fn renderer(
     }
     let _ = interrupter;
     let config = LineConfig {
+        start: plan.start,
         train_iters: plan.config.training.train_iters,
         log_interval: plan.config.logging.log_interval,
         global_batch_size: plan.config.training.global_batch_size,

@@ -124,10 +124,11 @@ impl Sampler {
         Ok(start..start + b as u64)
     }
 
-    /// The position at which step `step` of a run, from 0, starts.
-    pub fn at_step(&self, step: u64) -> SamplerPosition {
+    /// The position so many steps after `start`.
+    pub fn after(&self, start: SamplerPosition, steps: u64) -> SamplerPosition {
+        let samples = steps.saturating_mul(self.config.global_batch_size as u64);
         SamplerPosition {
-            consumed_samples: step.saturating_mul(self.config.global_batch_size as u64),
+            consumed_samples: start.consumed_samples.saturating_add(samples),
         }
     }
 
