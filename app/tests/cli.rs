@@ -660,3 +660,215 @@ fn a_load_that_finds_nothing_trains_nothing() {
     ]));
     assert!(said.contains("starting from step 1"), "{said}");
 }
+
+/// A long run on a small dataset that saves after every step, in as many pieces as ranks.
+fn endless_run(run: &Run) -> std::process::Command {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_megatron"));
+    command
+        .current_dir(root())
+        .stdout(std::process::Stdio::null());
+    command.args([
+        "train",
+        "--no-tui",
+        "--train-iters",
+        "100000",
+        "--vocab-size",
+        "50304",
+    ]);
+    command.args(["--data-path", &fixture("data/small_text_document")]);
+    command.args([
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "32",
+        "--num-attention-heads",
+        "2",
+    ]);
+    command.args([
+        "--seq-length",
+        "16",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "2",
+    ]);
+    command.args([
+        "--world-size",
+        "2",
+        "--use-distributed-optimizer",
+        "--eval-iters",
+        "0",
+    ]);
+    command.args([
+        "--save-interval",
+        "1",
+        "--keep-last",
+        "2",
+        "--save",
+        &run.path("save"),
+    ]);
+    command.args([
+        "--load",
+        &run.path("save"),
+        "--no-exit-on-missing-checkpoint",
+    ]);
+    command
+}
+
+/// Killed at any moment, many of them inside a save, a run goes on from a whole checkpoint, and further.
+#[test]
+fn forty_kills_lose_no_checkpoint() {
+    let run = Run::new();
+    let saved = || fs::read_to_string(run.path("save/latest")).unwrap_or_default();
+    let (mut step, mut moment, mut unfinished) = (0, 12345u64, 0);
+    // From one checkpoint to the next, as fast as it was seen.
+    let mut cycle = std::time::Duration::MAX;
+    for kill in 0..40 {
+        let mut child = endless_run(&run)
+            .args(["--run-dir", &run.path(&format!("run-{kill}"))])
+            .spawn()
+            .unwrap();
+        // A first step, and then some time.
+        let mut next_save = || {
+            let (start, before) = (std::time::Instant::now(), saved());
+            while saved() == before {
+                assert!(start.elapsed().as_secs() < 60, "no step in a minute");
+                assert_eq!(child.try_wait().unwrap(), None, "it ended by itself");
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            start.elapsed()
+        };
+        next_save();
+        if kill < 3 {
+            next_save();
+            cycle = cycle.min(next_save());
+        }
+        moment = moment
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        std::thread::sleep(cycle.mul_f64((moment >> 11) as f64 / (1u64 << 53) as f64));
+        child.kill().unwrap();
+        child.wait().unwrap();
+
+        let left = checkpoints(&run);
+        unfinished += usize::from(left.iter().any(|name| name.ends_with(".writing")));
+        let said = stdout(&mut megatron(&["checkpoint", "verify", &run.path("save")]));
+        assert!(said.contains("every checksum is right"), "{said}");
+        let latest = saved();
+        let reached: u64 = latest.trim()["iter_".len()..].parse().unwrap();
+        assert!(reached > step, "kill {kill}: from step {step} to {reached}");
+        step = reached;
+    }
+    assert!(unfinished >= 5, "only {unfinished} kills met a save");
+}
+
+#[test]
+fn a_signal_makes_one_checkpoint_and_a_clean_exit() {
+    let run = Run::new();
+    let mut command = endless_run(&run);
+    command.args(["--save-interval", "1000000", "--exit-signal-handler"]);
+    command.args(["--metrics-file", &run.path("metrics.jsonl")]);
+    let mut child = command
+        .args(["--run-dir", &run.path("run")])
+        .spawn()
+        .unwrap();
+    let steps = || {
+        let text = fs::read_to_string(run.path("metrics.jsonl")).unwrap_or_default();
+        text.lines().count()
+    };
+    while steps() < 3 {
+        assert_eq!(child.try_wait().unwrap(), None, "it ended by itself");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    let killed = std::process::Command::new("kill")
+        .arg(child.id().to_string())
+        .status();
+    let at = steps();
+    assert!(killed.unwrap().success());
+    assert!(child.wait().unwrap().success());
+    // The step under way, and the one that was about to end as the signal came.
+    let end = steps();
+    assert!(end <= at + 2, "from step {at} to {end}");
+    assert_eq!(
+        checkpoints(&run),
+        [format!("iter_{end:07}"), "latest".to_string()]
+    );
+}
+
+/// A file system that refuses to hold more, by the limit of a file's size.
+#[test]
+fn a_full_disk_ends_no_training_and_no_checkpoint() {
+    let run = Run::new();
+    stdout(&mut saving_run(&run, &["--exit-interval", "2"]));
+    let program = saving_run(&run, &["--load", &run.path("save"), "--save-interval", "2"]);
+    let mut command = Command::new("sh");
+    let limited = "trap '' XFSZ; ulimit -f 1000; exec \"$@\"";
+    command
+        .args(["-c", limited, "sh"])
+        .arg(program.get_program());
+    command
+        .args(program.get_args())
+        .args(["--run-dir", &run.path("again")]);
+    let output = command
+        .current_dir(root())
+        .assert()
+        .code(1)
+        .get_output()
+        .clone();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        said.contains("warning: iteration 4 was not saved"),
+        "{said}"
+    );
+    assert!(said.contains("trained 8 steps"), "{said}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(message.contains("iteration 8 was not saved"), "{message}");
+    assert_eq!(checkpoints(&run), ["iter_0000002", "latest"]);
+    stdout(&mut megatron(&["checkpoint", "verify", &run.path("save")]));
+    assert_eq!(run.losses().len(), 8);
+}
+
+#[test]
+fn a_checkpoint_is_inspected_verified_and_split_anew() {
+    let run = Run::new();
+    stdout(&mut saving_run(&run, &["--exit-interval", "4"]));
+    let (save, output) = (run.path("save"), run.path("resharded"));
+    let said = stdout(&mut megatron(&["checkpoint", "inspect", &save]));
+    for part in [
+        "step      4, 32 samples, 4 updates of the optimizer, seed 1234",
+        "saved by  tp=2 pp=1 v=1 dp=2; any layout loads it",
+        "weights   210,304 in 52 tensors",
+        "[192, 64] in 2 pieces: weight, exp_avg, exp_avg_sq",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let mut command = megatron(&["checkpoint", "reshard", &save, "--output", &output]);
+    command.args([
+        "--pipeline-model-parallel-size",
+        "2",
+        "--data-parallel-size",
+        "3",
+    ]);
+    let said = stdout(&mut command);
+    assert!(said.contains("tp=1 pp=2 dp=3"), "{said}");
+    stdout(&mut megatron(&["checkpoint", "verify", &output]));
+
+    // It goes on as the one that it was made of.
+    let other = Run::new();
+    for (run, from) in [(&run, &save), (&other, &output)] {
+        let mut command = fixture_run(run);
+        stdout(command.args(["--load", from, "--run-dir", &run.path("again")]));
+    }
+    let losses = run.losses();
+    assert_eq!(losses[losses.len() - 4..], other.losses()[..]);
+
+    let file = run.path("save/iter_0000004/rank_00001.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let message = stderr(&mut megatron(&["checkpoint", "verify", &save]), 1);
+    for part in ["rank_00001.safetensors at byte", "is damaged"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+}
