@@ -2,7 +2,9 @@
 
 use super::{by_name, set, set_some};
 use crate::config::TrainingConfig;
-use burn_megatron::optim::{LrDecayStyle, OptimizerConfig};
+use burn_megatron::optim::{
+    LrDecayStyle, OptimizerConfig, OptimizerKind, WeightDecayIncrStyle, WsdDecayStyle,
+};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -66,7 +68,7 @@ impl TrainingArgs {
     }
 }
 
-/// AdamW and the learning rate.
+/// The optimizer, the learning rate and weight decay.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Optimizer")]
 pub struct OptimizerArgs {
@@ -76,14 +78,29 @@ pub struct OptimizerArgs {
     /// Learning rate at the end of the decay, and the least from then on [default: 0]
     #[arg(long, value_name = "X")]
     min_lr: Option<f64>,
-    /// How the rate falls after the warm-up: constant, linear, cosine or inverse-square-root
-    /// [default: linear]
+    /// Optimizer: adam (with decoupled weight decay) or sgd [default: adam]
+    #[arg(long, value_name = "NAME", value_parser = by_name::<OptimizerKind>)]
+    optimizer: Option<OptimizerKind>,
+    /// How the rate falls after the warm-up: constant, linear, cosine, inverse-square-root or WSD (stays,
+    /// and falls at the end) [default: linear]
     #[arg(long, value_name = "STYLE", value_parser = by_name::<LrDecayStyle>)]
     lr_decay_style: Option<LrDecayStyle>,
     /// Steps over which the rate rises linearly from its initial value; the first one runs with
     /// that value, as in Megatron [default: 0]
     #[arg(long, value_name = "N")]
     lr_warmup_iters: Option<u64>,
+    /// The same as a part of the steps until the rate is at its minimum
+    #[arg(long, value_name = "X")]
+    lr_warmup_fraction: Option<f64>,
+    /// The same in samples
+    #[arg(long, value_name = "N")]
+    lr_warmup_samples: Option<u64>,
+    /// WSD: steps of the fall at the end
+    #[arg(long, value_name = "N")]
+    lr_wsd_decay_iters: Option<u64>,
+    /// WSD: shape of that fall: exponential, linear, cosine or minus_sqrt [default: exponential]
+    #[arg(long, value_name = "STYLE", value_parser = by_name::<WsdDecayStyle>)]
+    lr_wsd_decay_style: Option<WsdDecayStyle>,
     /// Step at which the rate reaches its minimum [default: the last one]
     #[arg(long, value_name = "N")]
     lr_decay_iters: Option<u64>,
@@ -93,6 +110,15 @@ pub struct OptimizerArgs {
     /// Weight decay; biases and norms have none [default: 0.01]
     #[arg(long, value_name = "X")]
     weight_decay: Option<f64>,
+    /// Weight decay at the first step, where it grows
+    #[arg(long, value_name = "X")]
+    start_weight_decay: Option<f64>,
+    /// Weight decay at the last step, where it grows
+    #[arg(long, value_name = "X")]
+    end_weight_decay: Option<f64>,
+    /// How weight decay grows between the two: constant, linear or cosine [default: constant]
+    #[arg(long, value_name = "STYLE", value_parser = by_name::<WeightDecayIncrStyle>)]
+    weight_decay_incr_style: Option<WeightDecayIncrStyle>,
     /// Scale gradients down to this global L2 norm; 0 never does [default: 1]
     #[arg(long, value_name = "X")]
     clip_grad: Option<f64>,
@@ -105,6 +131,9 @@ pub struct OptimizerArgs {
     /// Adam: added to the denominator [default: 1e-8]
     #[arg(long, value_name = "X")]
     adam_eps: Option<f64>,
+    /// SGD: momentum [default: 0.9]
+    #[arg(long, value_name = "X")]
+    sgd_momentum: Option<f64>,
 }
 
 impl OptimizerArgs {
@@ -120,5 +149,17 @@ impl OptimizerArgs {
         set(&mut optimizer.adam_beta1, &self.adam_beta1);
         set(&mut optimizer.adam_beta2, &self.adam_beta2);
         set(&mut optimizer.adam_eps, &self.adam_eps);
+        set(&mut optimizer.sgd_momentum, &self.sgd_momentum);
+        set(&mut optimizer.optimizer, &self.optimizer);
+        set_some(&mut optimizer.lr_warmup_fraction, &self.lr_warmup_fraction);
+        set_some(&mut optimizer.lr_warmup_samples, &self.lr_warmup_samples);
+        set_some(&mut optimizer.lr_wsd_decay_iters, &self.lr_wsd_decay_iters);
+        set(&mut optimizer.lr_wsd_decay_style, &self.lr_wsd_decay_style);
+        set_some(&mut optimizer.start_weight_decay, &self.start_weight_decay);
+        set_some(&mut optimizer.end_weight_decay, &self.end_weight_decay);
+        set(
+            &mut optimizer.weight_decay_incr_style,
+            &self.weight_decay_incr_style,
+        );
     }
 }

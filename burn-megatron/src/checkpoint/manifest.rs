@@ -103,17 +103,18 @@ pub enum Kind {
     ExpAvg,
     /// Adam's second moment.
     ExpAvgSq,
+    /// SGD's momentum.
+    MomentumBuffer,
 }
 
 impl Kind {
-    pub const ALL: [Kind; 3] = [Kind::Weight, Kind::ExpAvg, Kind::ExpAvgSq];
-
     /// Its name in files.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Weight => "weight",
             Kind::ExpAvg => "exp_avg",
             Kind::ExpAvgSq => "exp_avg_sq",
+            Kind::MomentumBuffer => "momentum_buffer",
         }
     }
 }

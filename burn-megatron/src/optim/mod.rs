@@ -1,9 +1,12 @@
-//! The optimizer over flat buffers, and the learning-rate schedule.
+//! The optimizer over flat buffers, and the schedules of learning rate and weight decay.
 
-mod adamw;
 mod config;
+mod optimizer;
 mod schedule;
 
-pub use adamw::{AdamW, AdamWConfig};
-pub use config::OptimizerConfig;
-pub use schedule::{LrDecayStyle, LrSchedule, LrScheduleConfig};
+pub use config::{OptimizerConfig, OptimizerKind};
+pub use optimizer::{AdamWConfig, Optimizer, Rule, SgdConfig};
+pub use schedule::{
+    LrDecayStyle, LrSchedule, LrScheduleConfig, Warmup, WeightDecayIncrStyle, WeightDecaySchedule,
+    WsdDecayStyle,
+};

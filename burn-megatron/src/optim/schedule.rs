@@ -24,6 +24,23 @@ pub enum LrDecayStyle {
     Cosine,
     /// With one over the root of the samples seen, not below `min_lr`.
     InverseSquareRoot,
+    /// Warm-up, stable, decay (Hu et al. 2024, MiniCPM): it stays at `lr` until the last
+    /// `lr_wsd_decay_iters`.
+    #[serde(rename = "WSD")]
+    Wsd,
+}
+
+/// How the rate falls at the end of [`LrDecayStyle::Wsd`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WsdDecayStyle {
+    /// `2 · 0.5^x - 1`
+    #[default]
+    Exponential,
+    Linear,
+    Cosine,
+    /// `1 - √x`
+    MinusSqrt,
 }
 
 /// The schedule's settings, under the names of Megatron's flags and with its defaults; `lr` has
@@ -35,8 +52,11 @@ pub struct LrScheduleConfig {
     /// The rate after the decay, the lowest.
     pub min_lr: f64,
     pub lr_decay_style: LrDecayStyle,
-    /// Iterations over which the rate rises in a straight line.
-    pub lr_warmup_iters: u64,
+    /// Over which the rate rises in a straight line.
+    pub warmup: Warmup,
+    /// For [`LrDecayStyle::Wsd`]: the iterations of the decay, and its shape.
+    pub lr_wsd_decay_iters: Option<u64>,
+    pub lr_wsd_decay_style: WsdDecayStyle,
     /// Iterations, from the start, after which the rate is `min_lr`; those of the training where
     /// none are given.
     pub lr_decay_iters: Option<u64>,
@@ -51,10 +71,27 @@ impl LrScheduleConfig {
             lr,
             min_lr: 0.0,
             lr_decay_style: LrDecayStyle::default(),
-            lr_warmup_iters: 0,
+            warmup: Warmup::default(),
+            lr_wsd_decay_iters: None,
+            lr_wsd_decay_style: WsdDecayStyle::default(),
             lr_decay_iters: None,
             lr_warmup_init: 0.0,
         }
+    }
+}
+
+/// How long a warm-up is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Warmup {
+    Iters(u64),
+    Samples(u64),
+    /// Of the iterations until the rate is `min_lr`.
+    Fraction(f64),
+}
+
+impl Default for Warmup {
+    fn default() -> Self {
+        Warmup::Iters(0)
     }
 }
 
@@ -65,9 +102,11 @@ pub struct LrSchedule {
     min_lr: f64,
     init_lr: f64,
     style: LrDecayStyle,
-    /// In samples, as is all below.
-    warmup: u64,
+    wsd_style: WsdDecayStyle,
+    /// In samples, as is all below. A fraction of the decay need not be whole.
+    warmup: f64,
     decay: u64,
+    wsd_decay: u64,
 }
 
 impl LrSchedule {
@@ -93,8 +132,10 @@ impl LrSchedule {
             min_lr: config.min_lr,
             init_lr: config.lr_warmup_init,
             style: config.lr_decay_style,
-            warmup: config.lr_warmup_iters * global_batch_size,
+            wsd_style: config.lr_wsd_decay_style,
+            warmup: warmup_samples(config, decay_iters, global_batch_size),
             decay: decay_iters * global_batch_size,
+            wsd_decay: config.lr_wsd_decay_iters.unwrap_or(0) * global_batch_size,
         })
     }
 
@@ -102,8 +143,8 @@ impl LrSchedule {
     /// first.
     pub fn learning_rate(&self, consumed_samples: u64) -> f64 {
         let samples = consumed_samples;
-        if self.warmup > 0 && samples <= self.warmup {
-            let rise = (self.max_lr - self.init_lr) * samples as f64 / self.warmup as f64;
+        if self.warmup > 0.0 && samples as f64 <= self.warmup {
+            let rise = (self.max_lr - self.init_lr) * samples as f64 / self.warmup;
             return self.init_lr + rise;
         }
         if self.style == LrDecayStyle::Constant {
@@ -112,18 +153,79 @@ impl LrSchedule {
         if samples > self.decay {
             return self.min_lr;
         }
-        let ratio = (samples - self.warmup) as f64 / (self.decay - self.warmup) as f64;
+        let ratio = (samples as f64 - self.warmup) / (self.decay as f64 - self.warmup);
         let height = match self.style {
             LrDecayStyle::Constant => 1.0,
             LrDecayStyle::Linear => 1.0 - ratio,
             LrDecayStyle::Cosine => 0.5 * ((PI * ratio).cos() + 1.0),
             LrDecayStyle::InverseSquareRoot => {
-                let warmup = self.warmup.max(1) as f64;
+                let warmup = self.warmup.max(1.0);
                 let lr = self.max_lr * warmup.sqrt() / (samples.max(1) as f64).sqrt();
                 return lr.max(self.min_lr);
             }
+            LrDecayStyle::Wsd => self.wsd_height(samples),
         };
         self.min_lr + height * (self.max_lr - self.min_lr)
+    }
+
+    /// The height between `min_lr` and `lr` before and in the last decay.
+    fn wsd_height(&self, samples: u64) -> f64 {
+        let start = self.decay - self.wsd_decay;
+        if samples <= start {
+            return 1.0;
+        }
+        let ratio = (samples - start) as f64 / self.wsd_decay as f64;
+        match self.wsd_style {
+            WsdDecayStyle::Exponential => 2.0 * 0.5f64.powf(ratio) - 1.0,
+            WsdDecayStyle::Linear => 1.0 - ratio,
+            WsdDecayStyle::Cosine => 0.5 * ((PI * ratio).cos() + 1.0),
+            WsdDecayStyle::MinusSqrt => 1.0 - ratio.sqrt(),
+        }
+    }
+}
+
+fn warmup_samples(config: &LrScheduleConfig, decay_iters: u64, global_batch_size: u64) -> f64 {
+    match config.warmup {
+        Warmup::Iters(iters) => (iters * global_batch_size) as f64,
+        Warmup::Samples(samples) => samples as f64,
+        Warmup::Fraction(fraction) => fraction * (decay_iters * global_batch_size) as f64,
+    }
+}
+
+/// How weight decay grows over the training. Megatron's `get_wd`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightDecayIncrStyle {
+    /// Not at all.
+    #[default]
+    Constant,
+    Linear,
+    Cosine,
+}
+
+/// Weight decay as a function of the samples seen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct WeightDecaySchedule {
+    pub start: f64,
+    pub end: f64,
+    pub style: WeightDecayIncrStyle,
+    /// Samples after which it is `end`.
+    pub samples: u64,
+}
+
+impl WeightDecaySchedule {
+    /// The decay of the iteration that starts after `consumed_samples` samples.
+    pub fn weight_decay(&self, consumed_samples: u64) -> f64 {
+        if consumed_samples >= self.samples {
+            return self.end;
+        }
+        let ratio = consumed_samples as f64 / self.samples as f64;
+        let height = match self.style {
+            WeightDecayIncrStyle::Constant => return self.end,
+            WeightDecayIncrStyle::Linear => ratio,
+            WeightDecayIncrStyle::Cosine => 0.5 * ((PI * (1.0 - ratio)).cos() + 1.0),
+        };
+        self.start + height * (self.end - self.start)
     }
 }
 
@@ -165,7 +267,6 @@ fn length_violations(
     decay_iters: u64,
     global_batch_size: u64,
 ) -> Vec<Violation> {
-    let warmup_iters = config.lr_warmup_iters;
     // The length in force has the name under which the user gave it.
     let name = match config.lr_decay_iters {
         Some(_) => "lr_decay_iters",
@@ -178,11 +279,39 @@ fn length_violations(
     };
     if decay_iters == 0 {
         report(format!("{name} must be at least 1"), Some(1));
-    } else if warmup_iters >= decay_iters {
-        report(
-            format!("lr_warmup_iters {warmup_iters} must be below {name} {decay_iters}"),
-            Some(decay_iters - 1),
-        );
+    } else {
+        match config.warmup {
+            Warmup::Iters(iters) if iters >= decay_iters => report(
+                format!("lr_warmup_iters {iters} must be below {name} {decay_iters}"),
+                Some(decay_iters - 1),
+            ),
+            Warmup::Samples(samples)
+                if samples >= decay_iters.saturating_mul(global_batch_size) =>
+            {
+                report(
+                    format!(
+                        "lr_warmup_samples {samples} must be below the samples of {name} {decay_iters}"
+                    ),
+                    (decay_iters.saturating_mul(global_batch_size)).checked_sub(1),
+                );
+            }
+            Warmup::Fraction(fraction) if !(0.0..1.0).contains(&fraction) => report(
+                format!("lr_warmup_fraction {fraction} must be at least 0 and below 1"),
+                Some(0),
+            ),
+            _ => {}
+        }
+        match (config.lr_decay_style, config.lr_wsd_decay_iters) {
+            (LrDecayStyle::Wsd, None) => report(
+                "lr_decay_style WSD needs lr_wsd_decay_iters".into(),
+                Some((decay_iters / 10).max(1)),
+            ),
+            (LrDecayStyle::Wsd, Some(iters)) if !(1..=decay_iters).contains(&iters) => report(
+                format!("lr_wsd_decay_iters {iters} must be 1 to {name} {decay_iters}"),
+                Some(iters.clamp(1, decay_iters)),
+            ),
+            _ => {}
+        }
     }
     if global_batch_size == 0 {
         report("global_batch_size must be at least 1".into(), Some(1));
@@ -216,7 +345,7 @@ mod tests {
         LrScheduleConfig {
             min_lr: 1e-4,
             lr_decay_style: LrDecayStyle::Cosine,
-            lr_warmup_iters: 2,
+            warmup: Warmup::Iters(2),
             ..LrScheduleConfig::new(1e-3)
         }
     }
@@ -242,7 +371,7 @@ mod tests {
             let config = LrScheduleConfig {
                 min_lr: 0.25,
                 lr_decay_style: style,
-                lr_warmup_iters: warmup,
+                warmup: Warmup::Iters(warmup),
                 lr_decay_iters: Some(20),
                 lr_warmup_init: 0.5,
                 ..LrScheduleConfig::new(1.0)
@@ -267,10 +396,59 @@ mod tests {
     }
 
     #[test]
+    fn wsd_stays_and_then_falls() {
+        let rates = |style| {
+            let config = LrScheduleConfig {
+                min_lr: 1.0,
+                lr_decay_style: LrDecayStyle::Wsd,
+                lr_wsd_decay_iters: Some(4),
+                lr_wsd_decay_style: style,
+                warmup: Warmup::Fraction(0.125),
+                ..LrScheduleConfig::new(5.0)
+            };
+            let schedule = LrSchedule::new(&config, 20, 1).unwrap();
+            [0, 1, 3, 16, 17, 20, 21].map(|samples| schedule.learning_rate(samples))
+        };
+        assert_eq!(
+            rates(WsdDecayStyle::Linear),
+            [0.0, 2.0, 5.0, 5.0, 4.0, 1.0, 1.0]
+        );
+        assert_eq!(rates(WsdDecayStyle::MinusSqrt)[4], 3.0);
+        let quarter = 1.0 + 4.0 * (2.0 * 0.5f64.powf(0.25) - 1.0);
+        assert_eq!(rates(WsdDecayStyle::Exponential)[4..], [quarter, 1.0, 1.0]);
+        let cosine = 1.0 + 4.0 * 0.5 * ((PI * 0.25).cos() + 1.0);
+        assert_eq!(rates(WsdDecayStyle::Cosine)[4], cosine);
+        let config = LrScheduleConfig {
+            lr_decay_style: LrDecayStyle::Wsd,
+            ..LrScheduleConfig::new(1.0)
+        };
+        let error = LrSchedule::new(&config, 20, 1).unwrap_err().to_string();
+        assert!(error.contains("lr_wsd_decay_iters"), "{error}");
+    }
+
+    #[test]
+    fn weight_decay_grows_as_asked() {
+        let at = |style, samples| {
+            WeightDecaySchedule {
+                start: 0.1,
+                end: 0.5,
+                style,
+                samples: 100,
+            }
+            .weight_decay(samples)
+        };
+        assert_eq!(at(WeightDecayIncrStyle::Constant, 0), 0.5);
+        assert!((at(WeightDecayIncrStyle::Linear, 25) - 0.2).abs() < 1e-12);
+        assert!((at(WeightDecayIncrStyle::Cosine, 50) - 0.3).abs() < 1e-12);
+        assert_eq!(at(WeightDecayIncrStyle::Cosine, 0), 0.1);
+        assert_eq!(at(WeightDecayIncrStyle::Linear, 101), 0.5);
+    }
+
+    #[test]
     fn every_violation_is_reported_at_once() {
         let config = LrScheduleConfig {
             min_lr: 1e-2,
-            lr_warmup_iters: 10,
+            warmup: Warmup::Iters(10),
             lr_decay_iters: Some(10),
             lr_warmup_init: f64::NAN,
             ..LrScheduleConfig::new(1e-3)
@@ -315,7 +493,7 @@ mod tests {
             let config = LrScheduleConfig {
                 min_lr: min * max,
                 lr_decay_style: style,
-                lr_warmup_iters: warmup,
+                warmup: Warmup::Iters(warmup),
                 ..LrScheduleConfig::new(max)
             };
             let train_iters = warmup + length;

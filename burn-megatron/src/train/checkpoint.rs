@@ -41,12 +41,8 @@ impl<M: Stage> Trainer<M> {
             let param = &params[part.param];
             writes && param.counts_at(groups)
         });
-        let (exp_avg, exp_avg_sq) = self.optimizer.moments();
-        let values = [
-            (Kind::Weight, &self.values[..]),
-            (Kind::ExpAvg, exp_avg),
-            (Kind::ExpAvgSq, exp_avg_sq),
-        ];
+        let weights = std::iter::once((Kind::Weight, &self.values[..]));
+        let values = weights.chain(self.optimizer.state());
         Snapshot {
             progress: self.progress(),
             layout: SavedLayout {
@@ -59,7 +55,7 @@ impl<M: Stage> Trainer<M> {
             run,
             values: values
                 .map(|(kind, values)| (kind, Cow::Borrowed(values)))
-                .into(),
+                .collect(),
             parts: mine
                 .map(|part| SnapshotPart {
                     name: params[part.param].name.clone(),
@@ -101,9 +97,9 @@ impl<M: Stage> Trainer<M> {
             ..
         } = checkpoint.manifest().progress;
         if !options.no_load_optim && !options.finetune {
-            let (exp_avg, exp_avg_sq) = self.optimizer.restore(optimizer_steps as u32);
-            read(Kind::ExpAvg, exp_avg)?;
-            read(Kind::ExpAvgSq, exp_avg_sq)?;
+            for (kind, buffer) in self.optimizer.restore(optimizer_steps as u32) {
+                read(kind, buffer)?;
+            }
         }
         if !options.finetune {
             self.iteration = iteration as usize;

@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{Buckets, DataParallelConfig};
 use crate::launch::ProcessGroups;
 use crate::models::gpt::{GptConfig, GptModelConfig};
-use crate::optim::{LrSchedule, OptimizerConfig};
+use crate::optim::{LrSchedule, OptimizerConfig, WeightDecaySchedule};
 use crate::pipeline::Schedule;
 use crate::topology::{
     BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, PipelineShape,
@@ -75,7 +75,7 @@ impl TrainConfig {
             });
         }
         violations.extend(self.model.violations());
-        violations.extend(optimizer_violations(&self.optimizer));
+        violations.extend(self.optimizer.violations());
         let layout = violations_of(self.layout(), &mut violations)?;
         let schedule = LrSchedule::new(
             &self.optimizer.schedule(),
@@ -146,54 +146,6 @@ fn violations_of<T>(result: Result<T>, violations: &mut Vec<Violation>) -> Resul
             _ => Err(error),
         },
     }
-}
-
-fn optimizer_violations(optimizer: &OptimizerConfig) -> Vec<Violation> {
-    let ratio = |value: f64| (0.0..1.0).contains(&value);
-    let rules = [
-        (
-            "adam_beta1",
-            optimizer.adam_beta1,
-            ratio(optimizer.adam_beta1),
-            "in [0, 1)",
-            "0.9",
-        ),
-        (
-            "adam_beta2",
-            optimizer.adam_beta2,
-            ratio(optimizer.adam_beta2),
-            "in [0, 1)",
-            "0.95",
-        ),
-        (
-            "adam_eps",
-            optimizer.adam_eps,
-            optimizer.adam_eps > 0.0,
-            "above 0",
-            "1e-8",
-        ),
-        (
-            "weight_decay",
-            optimizer.weight_decay,
-            optimizer.weight_decay >= 0.0,
-            "0 or more",
-            "0",
-        ),
-        (
-            "clip_grad",
-            optimizer.clip_grad,
-            optimizer.clip_grad >= 0.0,
-            "0 or more",
-            "1.0",
-        ),
-    ];
-    (rules.into_iter())
-        .filter(|(.., holds, _, _)| !holds)
-        .map(|(name, value, _, must, nearest)| Violation {
-            rule: format!("{name} is {value}, but must be {must}"),
-            nearest: vec![nearest.into()],
-        })
-        .collect()
 }
 
 /// A configuration that keeps every rule, with what follows from it.
@@ -293,6 +245,9 @@ impl ResolvedConfig {
     pub fn trainer(&self) -> TrainerConfig {
         TrainerConfig {
             schedule: self.schedule.clone(),
+            weight_decay: self.config.optimizer.weight_decay_schedule(
+                (self.config.train_iters * self.config.batch.global_batch_size) as u64,
+            ),
             optimizer: self.config.optimizer.clone(),
             batch: self.config.batch,
             vocab_size: self.config.vocab_size,
@@ -309,6 +264,7 @@ impl ResolvedConfig {
 #[derive(Debug, Clone)]
 pub struct TrainerConfig {
     pub schedule: LrSchedule,
+    pub weight_decay: WeightDecaySchedule,
     pub optimizer: OptimizerConfig,
     pub batch: BatchConfig,
     /// Tokens are checked against it.
@@ -337,6 +293,7 @@ impl TrainerConfig {
         let samples = batch.global_batch_size as u64;
         let schedule = LrSchedule::new(&optimizer.schedule(), train_iters as u64, samples)?;
         Ok(TrainerConfig {
+            weight_decay: optimizer.weight_decay_schedule(train_iters as u64 * samples),
             schedule,
             optimizer,
             batch,

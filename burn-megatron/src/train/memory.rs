@@ -13,7 +13,7 @@ pub struct RankMemory {
     pub weights: u64,
     /// The sums of their gradients over a step's microbatches.
     pub gradients: u64,
-    /// Master weights and both moments; of a distributed optimizer this rank's part.
+    /// Master weights and what the optimizer keeps of each (Adam both moments); of a distributed optimizer this rank's part.
     pub optimizer: u64,
     /// What the graphs of all microbatches in flight keep for their backwards, at most.
     pub activations: u64,
@@ -40,10 +40,11 @@ impl RankMemory {
             true => elements / config.layout().dp,
             false => elements,
         };
+        let state = config.config().optimizer.rule().state();
         RankMemory {
             weights: F32 * config.parameters_per_rank(pp_rank) as u64,
             gradients: F32 * elements as u64,
-            optimizer: 3 * F32 * owned as u64,
+            optimizer: (1 + state.len()) as u64 * F32 * owned as u64,
             activations: activations(config, pp_rank),
         }
     }

@@ -11,7 +11,7 @@ use crate::launch::RankContext;
 use crate::layers::LayerSpec;
 use crate::models::Stage;
 use crate::models::gpt::GptModel;
-use crate::optim::AdamW;
+use crate::optim::Optimizer;
 use crate::pipeline::{self, Schedule, Span};
 use crate::shard::{FullWeights, ParallelBuilder, ShardedModel};
 use crate::topology::nearest::multiples;
@@ -46,7 +46,7 @@ pub struct Trainer<M = GptModel> {
     schedule: Schedule,
     evaluation: Schedule,
     pub(super) data_parallel: DataParallel,
-    pub(super) optimizer: AdamW,
+    pub(super) optimizer: Optimizer,
     /// The optimizer's copy of the parameters that this rank owns, packed.
     pub(super) values: Vec<f32>,
     /// Sums over the step's microbatches, in flat order; between steps the parameters.
@@ -116,7 +116,7 @@ impl<M: Stage> Trainer<M> {
             DataParallel::new(config.data_parallel, params, model.num_elements(), dp);
         let (optimizer, optimizer_bytes) = rank.memory.measure(|| {
             let owned = data_parallel.owned();
-            let optimizer = AdamW::new(config.optimizer.adamw(), params, owned);
+            let optimizer = Optimizer::new(config.optimizer.rule(), params, owned);
             (optimizer, owned.pack(&model.values()))
         });
         let (gradients, gradient_bytes) = rank.memory.measure(|| vec![0.0; model.num_elements()]);
@@ -244,6 +244,7 @@ impl<M: Stage> Trainer<M> {
             &self.gradients,
             average * clip,
             learning_rate,
+            self.config.weight_decay.weight_decay(self.consumed_samples),
         );
         self.publish_values()?;
         self.iteration += 1;
