@@ -67,6 +67,7 @@ impl StepCase {
             train_iters: 1000,
             seed: 1,
             calculate_per_token_loss: true,
+            check_for_nan_in_loss_and_grad: true,
         };
         config.resolve().expect("the case is a legal configuration")
     }

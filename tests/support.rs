@@ -68,6 +68,7 @@ pub struct Run {
     pub masked: bool,
     pub per_token_loss: bool,
     pub erf_gelu: bool,
+    pub check_for_nan: bool,
     /// On hidden states and on the attention's probabilities.
     pub dropout: f64,
     pub recompute: Option<Recompute>,
@@ -95,6 +96,7 @@ impl Run {
             masked: false,
             per_token_loss: true,
             erf_gelu: false,
+            check_for_nan: true,
             dropout: 0.0,
             recompute: None,
             distributed_optimizer: false,
@@ -207,6 +209,7 @@ impl Run {
             train_iters: 8,
             seed: 1234,
             calculate_per_token_loss: self.per_token_loss,
+            check_for_nan_in_loss_and_grad: self.check_for_nan,
         };
         config
             .resolve()

@@ -109,6 +109,11 @@ impl From<Error> for Failure {
                 cause,
                 "the rank named above failed or fell behind; the ranks' messages say why",
             ),
+            ErrorKind::Rank { reason, .. } if reason.starts_with("found a ") => Failure::run(
+                cause,
+                "lower --lr, warm up for longer (--lr-warmup-iters), or look at that batch; \
+                 --no-check-for-nan-in-loss-and-grad goes on",
+            ),
             ErrorKind::Rank { .. } => Failure::run(
                 cause,
                 "the other ranks were stopped; what they had not saved is lost",

@@ -872,3 +872,31 @@ fn a_checkpoint_is_inspected_verified_and_split_anew() {
         assert!(message.contains(part), "{part}: {message}");
     }
 }
+
+#[test]
+fn a_loss_that_is_no_number_ends_the_run_or_is_counted() {
+    let (stopped, counted) = (Run::new(), Run::new());
+    let wild = ["--lr", "1e30", "--clip-grad", "0"];
+    let message = stderr(fixture_run(&stopped).args(wild), 1);
+    for part in [
+        "rank ",
+        "found a loss of ",
+        "in micro batch 0 of iteration 3",
+        "--lr",
+    ] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    let mut command = fixture_run(&counted);
+    let said = stdout(
+        command
+            .args(wild)
+            .arg("--no-check-for-nan-in-loss-and-grad"),
+    );
+    assert!(
+        said.contains("the gradients of iteration 3 are not finite"),
+        "{said}"
+    );
+    let steps = counted.metrics();
+    assert_eq!(steps.len(), 8);
+    assert_eq!(steps[7]["skipped_iterations"], 6);
+}

@@ -36,6 +36,10 @@ pub struct TrainingArgs {
     /// where loss masks do
     #[arg(long)]
     no_calculate_per_token_loss: bool,
+    /// Go on where a loss or a gradient is not a finite number: such a step updates nothing and is counted.
+    /// Otherwise the run stops and says where
+    #[arg(long)]
+    no_check_for_nan_in_loss_and_grad: bool,
     /// How long a rank waits for the others in one collective before the run ends, in minutes
     /// [default: 10]
     #[arg(long, value_name = "X")]
@@ -63,6 +67,7 @@ impl TrainingArgs {
         if self.calculate_per_token_loss || self.no_calculate_per_token_loss {
             training.calculate_per_token_loss = self.calculate_per_token_loss;
         }
+        training.check_for_nan_in_loss_and_grad &= !self.no_check_for_nan_in_loss_and_grad;
         set_some(&mut training.init_weights, &self.init_weights);
         set_some(&mut training.save_weights, &self.save_weights);
     }

@@ -63,6 +63,7 @@ impl RunConfig {
             train_iters: training.train_iters,
             seed: training.seed,
             calculate_per_token_loss: training.calculate_per_token_loss,
+            check_for_nan_in_loss_and_grad: training.check_for_nan_in_loss_and_grad,
         }
     }
 }

@@ -20,6 +20,8 @@ pub struct TrainingConfig {
     pub seed: u64,
     /// Average over the global batch's tokens; false averages each micro batch by itself.
     pub calculate_per_token_loss: bool,
+    /// Stop where a loss or a gradient is not a finite number.
+    pub check_for_nan_in_loss_and_grad: bool,
     /// How long a rank waits for the others in one collective, in minutes.
     pub distributed_timeout_minutes: f64,
     /// Full weights to start from, with Megatron-Core's names.
@@ -37,6 +39,7 @@ impl Default for TrainingConfig {
             train_iters: 100,
             seed: 1234,
             calculate_per_token_loss: true,
+            check_for_nan_in_loss_and_grad: true,
             distributed_timeout_minutes: DEFAULT_TIMEOUT.as_secs_f64() / 60.0,
             init_weights: None,
             save_weights: None,

@@ -99,6 +99,18 @@ impl Feed {
         if let Some(metrics) = &mut self.metrics {
             metrics.write(&report)?;
         }
+        let skipped = self
+            .history
+            .last
+            .as_ref()
+            .map_or(0, |last| last.skipped_iterations);
+        if report.skipped_iterations > skipped && self.history.last.is_some() {
+            let line = format!(
+                "warning: the gradients of iteration {} are not finite: it updated nothing, the {}. such",
+                report.iteration, report.skipped_iterations
+            );
+            self.remark(vec![line]);
+        }
         self.history.speeds.push(report.tokens_per_second);
         self.history.first.get_or_insert_with(|| report.clone());
         self.history.last = Some(report.clone());
@@ -222,6 +234,7 @@ mod tests {
                 grad_norm: 0.1 + 0.2,
                 learning_rate: 1e-4 / 3.0,
                 consumed_samples: 8,
+                skipped_iterations: 0,
                 tokens_per_second: 1234.5,
                 step_time_s: 0.01,
             };

@@ -32,6 +32,9 @@ pub struct StepReport {
     pub learning_rate: f64,
     /// Samples consumed since the start of training.
     pub consumed_samples: u64,
+    /// Steps so far that updated nothing, for gradients that were not finite.
+    #[serde(default)]
+    pub skipped_iterations: u64,
     /// Tokens of the global batch over the step's time.
     pub tokens_per_second: f64,
     /// Wall time of the step, waiting for data included.

@@ -22,8 +22,6 @@ use std::time::Instant;
 pub struct RankEnd {
     /// Why it ended before the last step, if it did.
     pub stop: Option<Stop>,
-    /// The step whose loss was not a number; the run stopped there.
-    pub diverged_at: Option<usize>,
     /// The sample's new tokens.
     pub sample: Option<Vec<i64>>,
     pub communication: Communication,
@@ -206,15 +204,8 @@ impl Rank<'_> {
                 let (plan, memory) = (self.plan, self.end.memory.clone());
                 self.report(|feed| feed.remark(memory::table(plan, &memory)));
             }
-            if !report.lm_loss.is_finite() {
-                self.end.diverged_at = Some(report.iteration);
-            }
             if let Some(feed) = self.feed.as_deref_mut() {
                 feed.step(report, step - steps.start + 1, total)?;
-            }
-            if self.end.diverged_at.is_some() {
-                stop = true;
-                break;
             }
             let outcomes = self.saving.after_step(&self.trainer)?;
             self.tell(outcomes);
@@ -287,11 +278,8 @@ impl Rank<'_> {
         }
     }
 
-    /// Saves the weights and writes the sample, unless there is nothing sane to save.
+    /// Saves the weights and writes the sample.
     fn leave(mut self) -> Result<RankEnd> {
-        if self.end.diverged_at.is_some() {
-            return Ok(self.end);
-        }
         let outcomes = self.saving.at_end(&self.trainer)?;
         self.tell(outcomes);
         if self.leaves_at_once() {
@@ -323,6 +311,7 @@ fn train_step(trainer: &mut Trainer, batches: &mut dyn BatchSource) -> Result<St
         grad_norm: step.grad_norm,
         learning_rate: step.learning_rate,
         consumed_samples: step.consumed_samples,
+        skipped_iterations: step.skipped_iterations,
         tokens_per_second: step.tokens as f64 / step_time_s,
         step_time_s,
     })

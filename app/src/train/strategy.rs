@@ -47,7 +47,7 @@ pub struct Ended {
 /// Trains as planned, under burn-train.
 ///
 /// # Errors
-/// A rank failed, or the loss stopped being a number.
+/// A rank failed.
 pub fn launch(plan: &Arc<Plan>) -> Result<Ended> {
     let interrupter = Interrupter::new();
     let logging = &plan.config.logging;
@@ -132,12 +132,6 @@ fn judge(ends: Vec<RankEnd>, history: History, interrupter: &Interrupter) -> Res
         return Err(Failure::run(
             format!("burn-train stopped the run: {error}"),
             "report this: it is a bug",
-        ));
-    }
-    if let Some(iteration) = end.diverged_at {
-        return Err(Failure::run(
-            format!("the loss is no longer a finite number at iteration {iteration}"),
-            "lower --lr, warm up for longer (--lr-warmup-iters), or look at that batch",
         ));
     }
     Ok(Ended {

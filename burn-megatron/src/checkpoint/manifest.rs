@@ -38,7 +38,9 @@ pub struct Progress {
     pub iteration: u64,
     /// Samples of all of them, over all ranks.
     pub consumed_samples: u64,
-    /// Updates of the optimizer's moments.
+    /// Steps of them that updated nothing, for gradients that were not finite.
+    pub skipped_iterations: u64,
+    /// Updates of the optimizer's state.
     pub optimizer_steps: u64,
     pub seed: u64,
 }

@@ -25,6 +25,7 @@ impl<M: Stage> Trainer<M> {
         Progress {
             iteration: self.iteration as u64,
             consumed_samples: self.consumed_samples,
+            skipped_iterations: self.skipped_iterations,
             optimizer_steps: u64::from(self.optimizer.steps()),
             seed: self.config.seed,
         }
@@ -93,6 +94,7 @@ impl<M: Stage> Trainer<M> {
         let Progress {
             iteration,
             consumed_samples,
+            skipped_iterations,
             optimizer_steps,
             ..
         } = checkpoint.manifest().progress;
@@ -104,6 +106,7 @@ impl<M: Stage> Trainer<M> {
         if !options.finetune {
             self.iteration = iteration as usize;
             self.consumed_samples = consumed_samples;
+            self.skipped_iterations = skipped_iterations;
         }
         self.publish_values()
     }

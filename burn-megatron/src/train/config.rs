@@ -59,6 +59,8 @@ pub struct TrainConfig {
     /// Average the loss over the tokens of the global batch. Otherwise, as Megatron's default,
     /// over each microbatch's tokens first and then over the microbatches.
     pub calculate_per_token_loss: bool,
+    /// Stop where a loss or a gradient is not a finite number.
+    pub check_for_nan_in_loss_and_grad: bool,
 }
 
 impl TrainConfig {
@@ -256,6 +258,7 @@ impl ResolvedConfig {
             pipeline_schedule: Some(self.layout.pipeline_schedule),
             microbatch_group_size_per_virtual_pipeline_stage: self.layout.group_size,
             data_parallel: self.config.data_parallel,
+            check_for_nan_in_loss_and_grad: self.config.check_for_nan_in_loss_and_grad,
         }
     }
 }
@@ -277,6 +280,9 @@ pub struct TrainerConfig {
     /// For `interleaved`; the pipeline size where not given.
     pub microbatch_group_size_per_virtual_pipeline_stage: Option<usize>,
     pub data_parallel: DataParallelConfig,
+    /// Stop where a loss or a gradient is not a finite number; otherwise steps with such gradients update
+    /// nothing and are counted.
+    pub check_for_nan_in_loss_and_grad: bool,
 }
 
 impl TrainerConfig {
@@ -303,6 +309,7 @@ impl TrainerConfig {
             pipeline_schedule: None,
             microbatch_group_size_per_virtual_pipeline_stage: None,
             data_parallel: DataParallelConfig::default(),
+            check_for_nan_in_loss_and_grad: true,
         })
     }
 

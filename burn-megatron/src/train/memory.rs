@@ -219,6 +219,7 @@ mod tests {
             train_iters: 1,
             seed: 1,
             calculate_per_token_loss: false,
+            check_for_nan_in_loss_and_grad: true,
         };
         config.resolve().unwrap()
     }

@@ -3,7 +3,7 @@
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use crate::autograd::BackwardSeed;
 use crate::dropout::PassContext;
-use crate::error::Result;
+use crate::error::{ErrorKind, Result};
 use crate::memory::MemoryAccount;
 use crate::models::{Stage, StageInput};
 use crate::pipeline::Work;
@@ -25,6 +25,8 @@ pub(super) struct Step<'a> {
     /// From one microbatch's first sample to the next's, in the global batch.
     pub samples_apart: u64,
     pub calculate_per_token_loss: bool,
+    /// The rank, where it is an error that a loss is not a number.
+    pub checked_on: Option<usize>,
 }
 
 /// A graph between a stage's forward and its backward.
@@ -124,7 +126,7 @@ impl<M: Stage> Work for Passes<'_, M> {
         });
         let output = step.forward(chunk, microbatch, input.clone());
         let (end, message) = if step.is_last(stage) {
-            let (loss, scaled) = step.loss(chunk, microbatch, output);
+            let (loss, scaled) = step.loss(chunk, microbatch, output)?;
             self.loss.add(loss);
             (End::Loss(scaled), None)
         } else {
@@ -210,7 +212,7 @@ impl<M: Stage> Work for ForwardPasses<'_, M> {
             input.map(|bytes| Tensor::from_data(step.hidden_data(chunk, bytes), step.device));
         let output = step.forward(chunk, microbatch, input);
         if step.is_last(stage) {
-            let (loss, _) = step.loss(chunk, microbatch, output);
+            let (loss, _) = step.loss(chunk, microbatch, output)?;
             self.loss.add(loss);
             return Ok(None);
         }
@@ -271,19 +273,28 @@ impl Step<'_> {
         chunk: &M,
         microbatch: usize,
         hidden: Tensor<3>,
-    ) -> (LossSum, Tensor<1>) {
-        let microbatch = &self.microbatches[microbatch];
+    ) -> Result<(LossSum, Tensor<1>)> {
+        let number = microbatch;
+        let microbatch = &self.microbatches[number];
         let losses = chunk.loss(hidden, self.shape.labels(microbatch, self.device));
         let (sum, tokens) = self.shape.masked_sum(losses, microbatch);
         let loss = LossSum {
             sum: f64::from(sum.clone().inner().into_scalar::<f32>()),
             tokens,
         };
+        if let (Some(rank), false) = (self.checked_on, loss.sum.is_finite()) {
+            let reason = format!(
+                "found a loss of {} in micro batch {number} of iteration {}",
+                loss.sum,
+                self.context.step + 1
+            );
+            return Err(ErrorKind::Rank { rank, reason }.into());
+        }
         let scaled = match self.calculate_per_token_loss {
             true => sum,
             false => sum / (tokens.max(1.0) * self.microbatches.len() as f64),
         };
-        (loss, scaled)
+        Ok((loss, scaled))
     }
 }
 

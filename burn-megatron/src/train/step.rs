@@ -5,7 +5,7 @@ use super::passes::{ForwardPasses, Passed, Passes, Step};
 use super::{MeasuredMemory, RankMemory, ResolvedConfig, TrainerConfig};
 use crate::comm::all_gather_values;
 use crate::dropout::PassContext;
-use crate::error::{Error, Result, Violation};
+use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{self, DataParallel};
 use crate::launch::RankContext;
 use crate::layers::LayerSpec;
@@ -35,6 +35,8 @@ pub struct StepOutput {
     pub consumed_samples: u64,
     /// Tokens of this step, over all ranks.
     pub tokens: u64,
+    /// Steps so far whose gradients were not finite, and which updated nothing.
+    pub skipped_iterations: u64,
 }
 
 /// One rank's model, gradients and optimizer.
@@ -54,6 +56,8 @@ pub struct Trainer<M = GptModel> {
     pub(super) iteration: usize,
     /// Samples of all steps so far, over all ranks.
     pub(super) consumed_samples: u64,
+    /// Steps that updated nothing, for gradients that are not finite.
+    pub(super) skipped_iterations: u64,
     last_step: PipelineRecord,
     memory: Option<MeasuredMemory>,
 }
@@ -143,6 +147,7 @@ impl<M: Stage> Trainer<M> {
             context: rank.clone(),
             iteration: 0,
             consumed_samples: 0,
+            skipped_iterations: 0,
             last_step: PipelineRecord::default(),
         })
     }
@@ -236,17 +241,23 @@ impl<M: Stage> Trainer<M> {
         };
         let squares = self.data_parallel.squares(gradients, params, groups)?;
         let norm = average * grads::global_norm(squares, groups)?;
+        if !norm.is_finite() && self.config.check_for_nan_in_loss_and_grad {
+            return Err(self.not_finite(norm));
+        }
         let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
-
         let learning_rate = self.config.schedule.learning_rate(self.consumed_samples);
-        self.optimizer.step(
-            &mut self.values,
-            &self.gradients,
-            average * clip,
-            learning_rate,
-            self.config.weight_decay.weight_decay(self.consumed_samples),
-        );
-        self.publish_values()?;
+        if norm.is_finite() {
+            self.optimizer.step(
+                &mut self.values,
+                &self.gradients,
+                average * clip,
+                learning_rate,
+                self.config.weight_decay.weight_decay(self.consumed_samples),
+            );
+            self.publish_values()?;
+        } else {
+            self.skipped_iterations += 1;
+        }
         self.iteration += 1;
         self.consumed_samples += self.config.batch.global_batch_size as u64;
         if let Some(measured) = &mut self.memory {
@@ -260,6 +271,7 @@ impl<M: Stage> Trainer<M> {
             learning_rate,
             consumed_samples: self.consumed_samples,
             tokens: (self.config.batch.global_batch_size * self.config.batch.seq_length) as u64,
+            skipped_iterations: self.skipped_iterations,
         })
     }
 
@@ -301,6 +313,26 @@ impl<M: Stage> Trainer<M> {
     /// The rank's place and groups.
     pub fn context(&self) -> &RankContext {
         &self.context
+    }
+
+    /// What is said of a gradient norm that is no number: the first parameter that makes it so, if it is one
+    /// of this rank's.
+    fn not_finite(&self, norm: f64) -> Error {
+        let parts = self.data_parallel.owned().parts().iter();
+        let mut broken = parts.filter(|part| {
+            let gradients = &self.gradients[part.flat.clone()];
+            gradients.iter().any(|gradient| !gradient.is_finite())
+        });
+        let whose = match broken.next() {
+            Some(part) => format!("that of {}", self.model.params()[part.param].name),
+            None => "another rank's".into(),
+        };
+        let reason = format!(
+            "found a gradient norm of {norm} in iteration {}: {whose} is not finite",
+            self.iteration + 1
+        );
+        let rank = self.context.rank;
+        ErrorKind::Rank { rank, reason }.into()
     }
 
     /// Gives the model the values that the ranks of the data-parallel group own. Between steps the
@@ -361,6 +393,8 @@ impl<M: Stage> Trainer<M> {
             },
             samples_apart: (dp.size() * samples) as u64,
             calculate_per_token_loss: self.config.calculate_per_token_loss,
+            checked_on: (training && self.config.check_for_nan_in_loss_and_grad)
+                .then_some(self.context.rank),
         }
     }
 }
