@@ -60,7 +60,7 @@ impl Plan {
             Some(checkpoint) if !config.checkpoint.finetune => checkpoint.manifest().progress,
             _ => Progress::default(),
         };
-        check_start(&config, start)?;
+        check_start(&config, start, load.as_ref())?;
         // A checkpoint has its own weights; the others were for the start.
         let init = match &config.training.init_weights {
             Some(path) if load.is_none() => Some(FullWeights::open(path)?),
@@ -151,7 +151,7 @@ fn find_checkpoint(config: &RunConfig) -> Result<Option<Checkpoint>> {
 }
 
 /// That something is left to train, and from the same counters.
-fn check_start(config: &RunConfig, start: Progress) -> Result<()> {
+fn check_start(config: &RunConfig, start: Progress, load: Option<&Checkpoint>) -> Result<()> {
     let training = &config.training;
     if start.iteration > 0 && start.iteration >= training.train_iters as u64 {
         return Err(Failure::usage(
@@ -161,6 +161,24 @@ fn check_start(config: &RunConfig, start: Progress) -> Result<()> {
             ),
             "give more steps (--train-iters), or load its weights alone (--finetune)",
         ));
+    }
+    // A dataset is shuffled over all epochs that its run takes.
+    let saved = load.and_then(|checkpoint| checkpoint.manifest().run.get("config"));
+    let saved = saved.and_then(|config| config.get("training"));
+    let saved = |name: &str| saved.and_then(|training| training.get(name)?.as_u64());
+    let samples = saved("train_iters").zip(saved("global_batch_size"));
+    let ours = (training.train_iters * training.global_batch_size) as u64;
+    let corpus = config.data.token_batches.is_none();
+    if let Some((iters, batch)) = samples
+        && start.iteration > 0
+        && corpus
+        && iters * batch != ours
+    {
+        say!(
+            "warning: this run takes {ours} samples in all, the one that saved {}: its data come in another \
+             order from here on",
+            iters * batch
+        );
     }
     if start.iteration > 0 && start.seed != training.seed {
         say!(
