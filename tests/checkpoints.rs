@@ -32,7 +32,12 @@ impl Drop for Scratch {
 const GLOBAL_BATCH: usize = 12;
 
 /// Steps of batches of 12, from a checkpoint or from the fixture's weights, and a checkpoint at the end.
-fn go(run: Run, load: Option<&Path>, steps: Range<usize>, save: Option<&Path>) -> Vec<StepOutput> {
+pub fn go(
+    run: Run,
+    load: Option<&Path>,
+    steps: Range<usize>,
+    save: Option<&Path>,
+) -> Vec<StepOutput> {
     train(run, load, steps, save).expect("run")
 }
 

@@ -223,50 +223,6 @@ fn recomputation_changes_no_bit() {
     }
 }
 
-/// The losses, norms and weights of the same run without a distributed optimizer, bit for bit, and its
-/// state in parts. Public reports: Megatron-LM #844, #656 (tied embeddings under ZeRO-1 and pipelines).
-#[test]
-fn a_distributed_optimizer_changes_no_bit() {
-    for (tp, sequence_parallel, pp, v, dp) in [
-        (1, false, 1, 1, 2),
-        (1, false, 1, 1, 4),
-        (1, false, 2, 1, 2),
-        (1, false, 2, 2, 2),
-        (2, true, 2, 1, 2),
-        (1, false, 4, 1, 4),
-    ] {
-        let plain = Run {
-            sequence_parallel,
-            micro_batch_size: 1,
-            ..Run::at(tp, dp).with_pipeline(pp, v)
-        };
-        let run = |run: Run| {
-            run.train(|_, trainer| {
-                let memory = trainer.memory().expect("the tests count").parts;
-                Ok((trainer.model().values(), memory.optimizer))
-            })
-            .expect("run")
-        };
-        let (steps, whole) = run(plain);
-        // Buckets of the usual size, and small ones of which many lie in several parameters.
-        for bucket_size in [40_000_000, 1000] {
-            let (sharded_steps, parts) = run(Run {
-                distributed_optimizer: true,
-                bucket_size,
-                ..plain
-            });
-            let what = format!("{} in buckets of {bucket_size}", plain.layout());
-            assert_eq!(sharded_steps, steps, "{what}");
-            for ((values, bytes), (part_values, part_bytes)) in whole.iter().zip(&parts) {
-                assert!(values == part_values, "{what}");
-                // An equal part, and the buckets' padding; the runs of equal decay beside it.
-                let more = part_bytes.saturating_sub(bytes / dp as u64);
-                assert!(more < 16384, "{what}: {part_bytes} of {bytes}");
-            }
-        }
-    }
-}
-
 #[test]
 fn other_schedules_and_uneven_stages_train_alike() {
     let want = json("gpt_trajectory.json");

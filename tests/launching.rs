@@ -205,10 +205,16 @@ fn a_step_communicates_exactly_what_was_predicted() {
             distributed_optimizer: dp > 1,
             ..plain
         };
-        for run in [plain, distributed] {
+        let overlapped = Run {
+            overlap: (dp > 1, dp > 1),
+            ..distributed
+        };
+        for run in [plain, distributed, overlapped] {
             let config = run.config();
             let (steps, ends) = run
                 .train(|rank, trainer| {
+                    // Parameters that are still on their way count once they are here.
+                    trainer.model().values();
                     let groups = &rank.groups;
                     let spent = |group: &ProcessGroup, what| {
                         let account = group.accounts.of(what);

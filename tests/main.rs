@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod cross_entropy;
+mod data_parallel;
 mod fixture_runs;
 mod launching;
 mod layers;

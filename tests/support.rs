@@ -73,6 +73,8 @@ pub struct Run {
     pub dropout: f64,
     pub recompute: Option<Recompute>,
     pub distributed_optimizer: bool,
+    /// Of the gradients' reduction and of the parameters' gathering.
+    pub overlap: (bool, bool),
     /// Elements of a bucket.
     pub bucket_size: usize,
 }
@@ -100,6 +102,7 @@ impl Run {
             dropout: 0.0,
             recompute: None,
             distributed_optimizer: false,
+            overlap: (false, false),
             bucket_size: 10_000,
         }
     }
@@ -186,6 +189,8 @@ impl Run {
             data_parallel: DataParallelConfig {
                 use_distributed_optimizer: self.distributed_optimizer,
                 ddp_bucket_size: self.bucket_size,
+                overlap_grad_reduce: self.overlap.0,
+                overlap_param_gather: self.overlap.1,
             },
             batch: BatchConfig {
                 seq_length: 32,

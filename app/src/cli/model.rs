@@ -245,11 +245,20 @@ pub struct DataParallelArgs {
     /// Elements of the gradients that are reduced at a time [default: 40000000]
     #[arg(long, value_name = "N")]
     ddp_bucket_size: Option<usize>,
+    /// Reduce each bucket of gradients as soon as it is complete, while the backward goes on
+    #[arg(long)]
+    overlap_grad_reduce: bool,
+    /// Gather updated parameters in the background, and wait for each bucket where the next forward needs it;
+    /// with --use-distributed-optimizer
+    #[arg(long)]
+    overlap_param_gather: bool,
 }
 
 impl DataParallelArgs {
     pub fn apply(&self, config: &mut DataParallelConfig) {
         config.use_distributed_optimizer |= self.use_distributed_optimizer;
         set(&mut config.ddp_bucket_size, &self.ddp_bucket_size);
+        config.overlap_grad_reduce |= self.overlap_grad_reduce;
+        config.overlap_param_gather |= self.overlap_param_gather;
     }
 }

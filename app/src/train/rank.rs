@@ -195,10 +195,9 @@ impl Rank<'_> {
         let total = steps.len();
         self.report(|feed| feed.start_interval(interval, total));
         let mut stop = false;
+        let before = Communication::so_far(self.groups);
         for step in steps.clone() {
-            let before = Communication::so_far(self.groups);
             let report = train_step(&mut self.trainer, batches)?;
-            self.end.communication.add_since(before, self.groups);
             if self.end.memory.is_empty() {
                 self.end.memory = self.trainer.memory_of_all()?.unwrap_or_default();
                 let (plan, memory) = (self.plan, self.end.memory.clone());
@@ -225,6 +224,9 @@ impl Rank<'_> {
                 break;
             }
         }
+        // What is still on its way is of these steps.
+        self.trainer.wait_for_parameters()?;
+        self.end.communication.add_since(before, self.groups);
         self.report(|feed| feed.end_steps(interval));
         Ok(stop)
     }

@@ -8,6 +8,7 @@ mod attention;
 mod collective;
 mod cross_entropy;
 mod gelu;
+mod grad_hook;
 mod layer_norm;
 mod linear;
 mod mappings;
@@ -21,6 +22,7 @@ pub use attention::{AttentionOptions, causal_attention};
 pub use collective::{Collective, CollectivePair};
 pub use cross_entropy::{VocabShard, vocab_parallel_cross_entropy};
 pub use gelu::{GeluApproximation, gelu};
+pub use grad_hook::{GradHook, take_gradient};
 pub use layer_norm::layer_norm;
 pub use linear::{gathered_linear, linear};
 pub use mappings::*;
@@ -123,6 +125,11 @@ pub trait ParallelOps: Backend {
         Self::float_zeros([1].into(), &device, dtype.into())
     }
 
+    /// `x`, whose gradient goes to `hook` under autodiff.
+    fn grad_hook(x: FloatTensor<Self>, _hook: GradHook) -> FloatTensor<Self> {
+        x
+    }
+
     /// `output` as what the parents' graph gives, whose backward `replay` runs.
     fn recomputed(
         _x: FloatTensor<Self>,
@@ -204,6 +211,10 @@ where
 
     fn backward_seed(output: FloatTensor<Self>, slot: GradientSlot) -> FloatTensor<Self> {
         seed::autodiff::<B, C>(output, slot)
+    }
+
+    fn grad_hook(x: FloatTensor<Self>, hook: GradHook) -> FloatTensor<Self> {
+        grad_hook::autodiff::<B, C>(x, hook)
     }
 
     fn recomputed(

@@ -4,6 +4,7 @@
 //! [`threads`] joins the ranks of one process. [`counted`] wraps any of them and accounts for every
 //! call. Reductions run in rank order, so that a result is the same bits every time.
 
+pub mod background;
 pub mod counted;
 pub mod threads;
 

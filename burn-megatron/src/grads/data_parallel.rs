@@ -2,10 +2,11 @@
 
 use super::{Buckets, Owned, SumOfSquares};
 use crate::comm::{Communicator, ReduceOp};
-use crate::error::Result;
+use crate::error::{Result, Violation};
 use crate::launch::ProcessGroups;
 use crate::shard::ParamRecord;
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// How gradients are reduced and who updates what, under the names of Megatron's flags.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,6 +17,27 @@ pub struct DataParallelConfig {
     pub use_distributed_optimizer: bool,
     /// Elements that are reduced, or gathered, at a time.
     pub ddp_bucket_size: usize,
+    /// Reduce each bucket as soon as the last backward has its gradients, while the backward goes on.
+    pub overlap_grad_reduce: bool,
+    /// Gather each bucket of updated parameters in the background, and wait for it where the next forward
+    /// first needs it; goes with a distributed optimizer.
+    pub overlap_param_gather: bool,
+}
+
+impl DataParallelConfig {
+    /// What cannot be.
+    pub(crate) fn violation(&self) -> Option<Violation> {
+        let gathers = self.overlap_param_gather && !self.use_distributed_optimizer;
+        gathers.then(|| {
+            let rule = "overlap_param_gather needs use_distributed_optimizer: otherwise nothing is gathered";
+            Violation::new(rule, ["use_distributed_optimizer"])
+        })
+    }
+
+    /// Whether anything is communicated beside the computation.
+    pub fn overlaps(&self) -> bool {
+        self.overlap_grad_reduce || self.overlap_param_gather
+    }
 }
 
 impl Default for DataParallelConfig {
@@ -23,12 +45,14 @@ impl Default for DataParallelConfig {
         DataParallelConfig {
             use_distributed_optimizer: false,
             ddp_bucket_size: 40_000_000,
+            overlap_grad_reduce: false,
+            overlap_param_gather: false,
         }
     }
 }
 
 /// One rank's view of its data-parallel group's buffers.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct DataParallel {
     config: DataParallelConfig,
     buckets: Buckets,
@@ -70,17 +94,48 @@ impl DataParallel {
         if dp.size() == 1 {
             return Ok(());
         }
-        let own = self.buckets.shard(dp.rank());
-        for (bucket, own) in self.buckets.ranges().iter().zip(own) {
+        for (index, bucket) in self.buckets.ranges().iter().enumerate() {
             if self.config.use_distributed_optimizer {
-                let mut sums = vec![0.0; own.len()];
-                dp.reduce_scatter(&gradients[bucket.clone()], &mut sums)?;
-                gradients[own].copy_from_slice(&sums);
+                let sums = self.reduce_bucket(&mut gradients[bucket.clone()], dp)?;
+                gradients[self.reduced_range(index, dp)].copy_from_slice(&sums);
             } else {
                 dp.all_reduce(&mut gradients[bucket.clone()], ReduceOp::Sum)?;
             }
         }
         Ok(())
+    }
+
+    /// The sums of one bucket's gradients that this rank gets: all, or those that it owns.
+    pub(super) fn reduce_bucket(
+        &self,
+        gradients: &mut [f32],
+        dp: &dyn Communicator,
+    ) -> Result<Vec<f32>> {
+        if !self.config.use_distributed_optimizer {
+            dp.all_reduce(gradients, ReduceOp::Sum)?;
+            return Ok(gradients.to_vec());
+        }
+        let mut sums = vec![0.0; gradients.len() / dp.size()];
+        dp.reduce_scatter(gradients, &mut sums)?;
+        Ok(sums)
+    }
+
+    /// Where these sums belong.
+    pub(super) fn reduced_range(&self, bucket: usize, dp: &dyn Communicator) -> Range<usize> {
+        let whole = self.buckets.ranges()[bucket].clone();
+        match self.config.use_distributed_optimizer {
+            true => {
+                let len = whole.len() / dp.size();
+                let start = whole.start + dp.rank() * len;
+                start..start + len
+            }
+            false => whole,
+        }
+    }
+
+    /// The buckets that gradients and parameters travel in.
+    pub fn buckets(&self) -> &Buckets {
+        &self.buckets
     }
 
     /// The sum of squares of this rank's gradients, over the data-parallel group where each has a part, with

@@ -6,10 +6,12 @@
 mod buckets;
 mod data_parallel;
 mod norm;
+mod overlap;
 
 pub use buckets::{Buckets, Owned, OwnedPart};
 pub use data_parallel::{DataParallel, DataParallelConfig};
 pub use norm::SumOfSquares;
+pub use overlap::{OverlappedGather, OverlappedReduce};
 
 use crate::comm::{Communicator, ReduceOp};
 use crate::error::Result;

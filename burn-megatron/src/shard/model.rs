@@ -186,6 +186,23 @@ impl<M: Module> ShardedModel<M> {
         }
     }
 
+    /// Each chunk, to be mapped, with the records of its parameters and the first one's place among all.
+    pub(crate) fn chunk_with_params(&self, chunk: usize) -> (&M, &[ParamRecord], usize) {
+        let place = self.places[chunk].clone();
+        (
+            &self.chunks[chunk],
+            &self.params[place.clone()],
+            place.start,
+        )
+    }
+
+    /// Replaces each chunk by what `map` makes of it and the records of its parameters.
+    pub(crate) fn map_chunks(&mut self, map: impl Fn(M, &[ParamRecord]) -> M) {
+        for (chunk, place) in self.chunks.iter_mut().zip(&self.places) {
+            *chunk = map(chunk.clone(), &self.params[place.clone()]);
+        }
+    }
+
     /// Adds the gradients of one backward pass over one of the chunks to `sums`, the flat buffer of
     /// them all. Parameters without a gradient add nothing.
     pub fn add_gradients(&self, chunk: usize, gradients: &Gradients, sums: &mut [f32]) {

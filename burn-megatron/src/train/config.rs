@@ -78,6 +78,7 @@ impl TrainConfig {
         }
         violations.extend(self.model.violations());
         violations.extend(self.optimizer.violations());
+        violations.extend(self.data_parallel.violation());
         let layout = violations_of(self.layout(), &mut violations)?;
         let schedule = LrSchedule::new(
             &self.optimizer.schedule(),

@@ -4,9 +4,10 @@ use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use crate::autograd::BackwardSeed;
 use crate::dropout::PassContext;
 use crate::error::{ErrorKind, Result};
+use crate::grads::OverlappedReduce;
 use crate::memory::MemoryAccount;
 use crate::models::{Stage, StageInput};
-use crate::pipeline::Work;
+use crate::pipeline::{Kind, Schedule, Work};
 use crate::shard::ShardedModel;
 use crate::topology::PipelineShape;
 use burn::tensor::{Device, Gradients, Tensor, TensorData};
@@ -38,6 +39,13 @@ struct Graph {
     bytes: i64,
 }
 
+/// Where gradients are summed over the step's microbatches, in flat order.
+pub(super) enum GradientSums<'a> {
+    Here(&'a mut [f32]),
+    /// And from where they leave bucket by bucket.
+    Leaving(OverlappedReduce),
+}
+
 /// What came of a step's passes on one rank.
 pub(super) struct Passed {
     /// 0 but on the last stage.
@@ -58,8 +66,9 @@ enum End {
 pub(super) struct Passes<'a, M> {
     step: Step<'a>,
     model: &'a ShardedModel<M>,
-    /// Sums over the step's microbatches, in flat order.
-    gradients: &'a mut [f32],
+    gradients: GradientSums<'a>,
+    /// The last microbatch whose backward each stage runs.
+    last_backward: HashMap<usize, usize>,
     live: HashMap<(usize, usize), Graph>,
     max_live: usize,
     memory: MemoryAccount,
@@ -75,13 +84,20 @@ impl<'a, M: Stage> Passes<'a, M> {
     pub fn new(
         step: Step<'a>,
         model: &'a ShardedModel<M>,
-        gradients: &'a mut [f32],
+        gradients: GradientSums<'a>,
+        schedule: &Schedule,
+        rank: usize,
         memory: MemoryAccount,
     ) -> Self {
         Passes {
             step,
             model,
             gradients,
+            last_backward: schedule
+                .compute(rank)
+                .filter(|action| action.kind == Kind::Backward)
+                .map(|action| (action.stage, action.microbatch))
+                .collect(),
             live: HashMap::new(),
             max_live: 0,
             memory,
@@ -90,6 +106,16 @@ impl<'a, M: Stage> Passes<'a, M> {
             max_kept: 0,
             loss: LossSum::default(),
         }
+    }
+
+    /// The stage's chunk for its last microbatch, where buckets of gradients leave as they are complete.
+    fn hooked(&self, stage: usize, microbatch: usize) -> Option<M> {
+        let GradientSums::Leaving(reduce) = &self.gradients else {
+            return None;
+        };
+        let chunk = self.step.pipeline.chunk_of(stage);
+        let (chunk, _, first) = self.model.chunk_with_params(chunk);
+        (self.last_backward[&stage] == microbatch).then(|| reduce.hooked(chunk, first))
     }
 
     /// What came of it.
@@ -124,6 +150,8 @@ impl<M: Stage> Work for Passes<'_, M> {
             let data = step.hidden_data(chunk, bytes);
             Tensor::from_data(data, step.device).require_grad()
         });
+        let hooked = self.hooked(stage, microbatch);
+        let chunk = hooked.as_ref().unwrap_or(chunk);
         let output = step.forward(chunk, microbatch, input.clone());
         let (end, message) = if step.is_last(stage) {
             let (loss, scaled) = step.loss(chunk, microbatch, output)?;
@@ -163,7 +191,14 @@ impl<M: Stage> Work for Passes<'_, M> {
             }
             (End::Output(_), None) => unreachable!("all stages but the last receive a gradient"),
         };
-        self.model.add_gradients(chunk, &gradients, self.gradients);
+        match &mut self.gradients {
+            GradientSums::Here(sums) => self.model.add_gradients(chunk, &gradients, sums),
+            // The last ones were added as they came.
+            GradientSums::Leaving(reduce) if self.last_backward[&stage] != microbatch => {
+                reduce.with_sums(|sums| self.model.add_gradients(chunk, &gradients, sums));
+            }
+            GradientSums::Leaving(_) => {}
+        }
         let input = input.map(|input| {
             let gradient = input.grad_remove(&mut gradients);
             to_bytes(gradient.unwrap_or_else(|| input.inner().zeros_like()))

@@ -1,12 +1,13 @@
 //! One rank's trainer.
 
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
-use super::passes::{ForwardPasses, Passed, Passes, Step};
+use super::passes::{ForwardPasses, GradientSums, Passed, Passes, Step};
 use super::{MeasuredMemory, RankMemory, ResolvedConfig, TrainerConfig};
 use crate::comm::all_gather_values;
+use crate::comm::background::Background;
 use crate::dropout::PassContext;
 use crate::error::{Error, ErrorKind, Result, Violation};
-use crate::grads::{self, DataParallel};
+use crate::grads::{self, DataParallel, OverlappedGather, OverlappedReduce};
 use crate::launch::RankContext;
 use crate::layers::LayerSpec;
 use crate::models::Stage;
@@ -19,6 +20,7 @@ use burn::module::Module;
 use burn::tensor::Device;
 use std::borrow::Cow;
 use std::path::Path;
+use std::sync::Arc;
 
 /// What a step reports; the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -58,6 +60,9 @@ pub struct Trainer<M = GptModel> {
     pub(super) consumed_samples: u64,
     /// Steps that updated nothing, for gradients that are not finite.
     pub(super) skipped_iterations: u64,
+    /// The thread that communicates beside the computation, and the parameters that it brings.
+    background: Option<Arc<Background>>,
+    arriving: Option<OverlappedGather>,
     last_step: PipelineRecord,
     memory: Option<MeasuredMemory>,
 }
@@ -114,6 +119,14 @@ impl<M: Stage> Trainer<M> {
             let violation = Violation::new(rule, multiples(seq, tp));
             return Err(Error::config(vec![violation]));
         }
+        if let Some(violation) = config.data_parallel.violation() {
+            return Err(Error::config(vec![violation]));
+        }
+        let overlaps = rank.groups.dp.comm.size() > 1 && config.data_parallel.overlaps();
+        let background = match overlaps {
+            true => Some(Arc::new(Background::start(rank.rank)?)),
+            false => None,
+        };
         let schedule = config.schedule_of(model.chunks().len(), &rank.groups)?;
         let (params, dp) = (model.params(), &*rank.groups.dp.comm);
         let data_parallel =
@@ -148,6 +161,8 @@ impl<M: Stage> Trainer<M> {
             iteration: 0,
             consumed_samples: 0,
             skipped_iterations: 0,
+            background,
+            arriving: None,
             last_step: PipelineRecord::default(),
         })
     }
@@ -218,21 +233,42 @@ impl<M: Stage> Trainer<M> {
         self.gradients.fill(0.0);
         let (clock, memory) = (self.context.clock, self.context.memory);
         memory.reset_peak();
-        let mut passes = Passes::new(step, &self.model, &mut self.gradients, memory);
-        let spans = pipeline::execute(&self.schedule, &*groups.pp.comm, &mut passes, clock)?;
+        let leaving = self.background.as_ref();
+        let leaving = leaving.filter(|_| self.config.data_parallel.overlap_grad_reduce);
+        let leaving = leaving.map(|background| {
+            let (sums, params) = (std::mem::take(&mut self.gradients), self.model.params());
+            let dp = &groups.dp.comm;
+            OverlappedReduce::new(&self.data_parallel, params, sums, background, dp)
+        });
+        let sums = match &leaving {
+            Some(leaving) => GradientSums::Leaving(leaving.clone()),
+            None => GradientSums::Here(&mut self.gradients),
+        };
+        let pp = &*groups.pp.comm;
+        let mut passes = Passes::new(step, &self.model, sums, &self.schedule, pp.rank(), memory);
+        let spans = pipeline::execute(&self.schedule, pp, &mut passes, clock)?;
         let Passed {
             loss,
             max_live,
             max_kept,
         } = passes.finish();
         self.last_step = PipelineRecord { spans, max_live };
+        // Nothing of the group is under way in the background when the rank itself calls it.
+        let arriving = self.arriving.take();
+        arriving.map_or(Ok(()), OverlappedGather::finish)?;
+        let reduced = leaving.is_some();
+        if let Some(leaving) = leaving {
+            self.gradients = leaving.finish()?;
+        }
         let loss = loss
             .all_reduce(&groups.dp.comm)?
             .all_reduce(&groups.pp.comm)?;
 
         let (params, gradients) = (self.model.params(), &mut self.gradients);
         let owned = self.data_parallel.owned();
-        self.data_parallel.reduce(gradients, &*groups.dp.comm)?;
+        if !reduced {
+            self.data_parallel.reduce(gradients, &*groups.dp.comm)?;
+        }
         grads::all_reduce_tied(gradients, params, owned, &*groups.embedding.comm)?;
         grads::all_reduce_partial(gradients, params, &*groups.tp.comm)?;
         let average = match self.config.calculate_per_token_loss {
@@ -335,11 +371,33 @@ impl<M: Stage> Trainer<M> {
         ErrorKind::Rank { rank, reason }.into()
     }
 
+    /// Waits for updated parameters that are on their way from other ranks, as the next forward would.
+    ///
+    /// # Errors
+    /// If another rank fails.
+    pub fn wait_for_parameters(&mut self) -> Result<()> {
+        self.arriving
+            .take()
+            .map_or(Ok(()), OverlappedGather::finish)
+    }
+
     /// Gives the model the values that the ranks of the data-parallel group own. Between steps the
     /// gradients are used up: their buffer takes the parameters.
     pub(super) fn publish_values(&mut self) -> Result<()> {
-        let (parameters, dp) = (&mut self.gradients, &*self.context.groups.dp.comm);
-        self.data_parallel.gather(&self.values, parameters, dp)?;
+        let dp = &self.context.groups.dp.comm;
+        if let (Some(background), true) = (
+            &self.background,
+            self.config.data_parallel.overlap_param_gather,
+        ) {
+            let (packed, data_parallel) = (&self.values, &self.data_parallel);
+            let arriving = OverlappedGather::start(data_parallel, packed, background, dp);
+            self.model
+                .map_chunks(|chunk, params| arriving.give(chunk, params));
+            self.arriving = Some(arriving);
+            return Ok(());
+        }
+        let parameters = &mut self.gradients;
+        self.data_parallel.gather(&self.values, parameters, &**dp)?;
         self.model.set_values(parameters);
         Ok(())
     }

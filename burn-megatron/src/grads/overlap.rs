@@ -1,0 +1,335 @@
+//! Communication of gradients and parameters while the rank computes.
+
+use super::DataParallel;
+use crate::autograd::take_gradient;
+use crate::comm::background::{Background, Pending};
+use crate::comm::{CommRef, raise};
+use crate::error::Result;
+use crate::shard::ParamRecord;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Tensor, TensorData};
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The gradients of a step while its backwards run: buckets leave for the other ranks as soon as the last of
+/// their gradients is in.
+#[derive(Clone)]
+pub struct OverlappedReduce(Arc<Mutex<Reducing>>);
+
+struct Reducing {
+    sums: Vec<f32>,
+    /// Each parameter's elements.
+    ranges: Vec<Range<usize>>,
+    buckets: Vec<Range<usize>>,
+    /// Parameters of each bucket whose last gradient is not in.
+    waiting: Vec<usize>,
+    /// Buckets that left, in the order in which they did: the same on every rank.
+    left: Vec<(usize, Pending<Vec<f32>>)>,
+    background: Arc<Background>,
+    data_parallel: DataParallel,
+    dp: CommRef,
+}
+
+impl fmt::Debug for OverlappedReduce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OverlappedReduce")
+    }
+}
+
+impl OverlappedReduce {
+    /// For a step whose sums start as `sums`.
+    pub fn new(
+        data_parallel: &DataParallel,
+        params: &[ParamRecord],
+        sums: Vec<f32>,
+        background: &Arc<Background>,
+        dp: &CommRef,
+    ) -> Self {
+        let buckets = data_parallel.buckets().ranges().to_vec();
+        let ranges: Vec<_> = params.iter().map(|param| param.range.clone()).collect();
+        let waiting = buckets.iter().map(|bucket| {
+            let inside = |range: &&Range<usize>| meet(range, bucket);
+            ranges.iter().filter(inside).count()
+        });
+        OverlappedReduce(Arc::new(Mutex::new(Reducing {
+            waiting: waiting.collect(),
+            sums,
+            ranges,
+            buckets,
+            left: Vec::new(),
+            background: background.clone(),
+            data_parallel: data_parallel.clone(),
+            dp: dp.clone(),
+        })))
+    }
+
+    /// The sums so far, for gradients that are not the last.
+    pub fn with_sums<T>(&self, f: impl FnOnce(&mut [f32]) -> T) -> T {
+        f(&mut self.lock().sums)
+    }
+
+    /// The module whose backward gives the last gradients of its parameters, which are those from the
+    /// model's `first` on: each is added as soon as it is there.
+    pub fn hooked<M: Module>(&self, module: &M, first: usize) -> M {
+        module.clone().map(&mut Hooks {
+            reduce: self.clone(),
+            next: first,
+        })
+    }
+
+    /// The buckets that have left, in order.
+    pub fn left(&self) -> Vec<usize> {
+        self.lock().left.iter().map(|(bucket, _)| *bucket).collect()
+    }
+
+    /// Waits for all buckets, sends those that never were complete, and returns the sums over the group:
+    /// under a distributed optimizer the owned elements hold theirs.
+    ///
+    /// # Errors
+    /// If another rank fails.
+    pub fn finish(self) -> Result<Vec<f32>> {
+        let gone = self.left();
+        let mut reducing = self.lock();
+        for bucket in (0..reducing.buckets.len()).filter(|bucket| !gone.contains(bucket)) {
+            reducing.send(bucket);
+        }
+        let mut sums = std::mem::take(&mut reducing.sums);
+        let left = std::mem::take(&mut reducing.left);
+        let (data_parallel, dp) = (reducing.data_parallel.clone(), reducing.dp.clone());
+        drop(reducing);
+        for (bucket, pending) in left {
+            let reduced = pending.wait()?;
+            sums[data_parallel.reduced_range(bucket, &*dp)].copy_from_slice(&reduced);
+        }
+        Ok(sums)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Reducing> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Reducing {
+    fn add(&mut self, param: usize, gradient: &[f32]) {
+        let range = self.ranges[param].clone();
+        let sums = self.sums[range.clone()].iter_mut();
+        sums.zip(gradient).for_each(|(sum, value)| *sum += value);
+        for bucket in 0..self.buckets.len() {
+            if meet(&range, &self.buckets[bucket]) {
+                self.waiting[bucket] -= 1;
+                if self.waiting[bucket] == 0 {
+                    self.send(bucket);
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, bucket: usize) {
+        let mut sums = self.sums[self.buckets[bucket].clone()].to_vec();
+        let (data_parallel, dp) = (self.data_parallel.clone(), self.dp.clone());
+        let pending = self
+            .background
+            .submit(move || data_parallel.reduce_bucket(&mut sums, &*dp));
+        self.left.push((bucket, pending));
+    }
+}
+
+fn meet(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+struct Hooks {
+    reduce: OverlappedReduce,
+    next: usize,
+}
+
+impl ModuleMapper for Hooks {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (index, reduce) = (self.next, self.reduce.clone());
+        self.next += 1;
+        let (id, device, shape) = (param.id, param.lazy_device(), param.lazy_shape());
+        // The value is asked for where the forward needs it.
+        let hooked = move |_: &_, _: bool| {
+            take_gradient(param.val(), move |gradient: Tensor<D>| {
+                let data = gradient.into_data();
+                let values = data.as_slice::<f32>().expect("gradients are f32");
+                reduce.lock().add(index, values);
+            })
+        };
+        Param::uninitialized(id, hooked, device, true, shape)
+    }
+}
+
+/// Parameters on their way from the ranks that updated them: a module that waits for each bucket where its
+/// forward first needs it.
+#[derive(Debug)]
+pub struct OverlappedGather(Vec<Arc<Arriving>>);
+
+struct Arriving {
+    range: Range<usize>,
+    values: Mutex<Values>,
+}
+
+enum Values {
+    Pending(Option<Pending<Vec<f32>>>),
+    Here(Arc<Vec<f32>>),
+}
+
+impl fmt::Debug for Arriving {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Arriving({:?})", self.range)
+    }
+}
+
+impl Arriving {
+    /// The bucket's values, once they are here.
+    fn wait(&self) -> Result<Arc<Vec<f32>>> {
+        let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Values::Pending(pending) = &mut *values {
+            let arrived = pending.take().expect("a failure ends the rank").wait()?;
+            *values = Values::Here(Arc::new(arrived));
+        }
+        match &*values {
+            Values::Here(here) => Ok(here.clone()),
+            Values::Pending(_) => unreachable!("they are here"),
+        }
+    }
+}
+
+impl OverlappedGather {
+    /// Sends the rank's owned elements, packed, bucket by bucket.
+    pub fn start(
+        data_parallel: &DataParallel,
+        packed: &[f32],
+        background: &Background,
+        dp: &CommRef,
+    ) -> Self {
+        let mut rest = packed;
+        let buckets = data_parallel.buckets().ranges().iter().map(|range| {
+            let (own, later) = rest.split_at(range.len() / dp.size());
+            rest = later;
+            let (own, dp) = (own.to_vec(), dp.clone());
+            let mut all = vec![0f32; range.len()];
+            let pending = background.submit(move || {
+                let bytes = bytemuck::cast_slice_mut(&mut all);
+                dp.all_gather(bytemuck::cast_slice(&own), bytes)?;
+                Ok(all)
+            });
+            Arc::new(Arriving {
+                range: range.clone(),
+                values: Mutex::new(Values::Pending(Some(pending))),
+            })
+        });
+        OverlappedGather(buckets.collect())
+    }
+
+    /// The module with parameters that are on their way, those from `params` on.
+    pub fn give<M: Module>(&self, module: M, params: &[ParamRecord]) -> M {
+        module.map(&mut Arrivals {
+            params: params.iter(),
+            buckets: &self.0,
+        })
+    }
+
+    /// Waits for all of them.
+    ///
+    /// # Errors
+    /// If another rank fails.
+    pub fn finish(self) -> Result<()> {
+        self.0.iter().try_for_each(|bucket| bucket.wait().map(drop))
+    }
+}
+
+struct Arrivals<'a> {
+    params: std::slice::Iter<'a, ParamRecord>,
+    buckets: &'a [Arc<Arriving>],
+}
+
+impl ModuleMapper for Arrivals<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let record = self.params.next().expect("one record for each parameter");
+        let range = record.range.clone();
+        let here = self
+            .buckets
+            .iter()
+            .filter(|bucket| meet(&range, &bucket.range));
+        let here: Vec<_> = here.cloned().collect();
+        let (id, device, shape) = (param.id, param.lazy_device(), param.lazy_shape());
+        let dims = shape.clone();
+        let arrived = move |device: &_, _: bool| {
+            let mut values = Vec::with_capacity(range.len());
+            for bucket in &here {
+                // A forward cannot return an error.
+                let all = bucket.wait().unwrap_or_else(|error| raise(error));
+                let start = range.start.max(bucket.range.start) - bucket.range.start;
+                let end = range.end.min(bucket.range.end) - bucket.range.start;
+                values.extend_from_slice(&all[start..end]);
+            }
+            Tensor::from_data(TensorData::new(values, dims.clone()), device).require_grad()
+        };
+        Param::uninitialized(id, arrived, device, true, shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::threads::ThreadWorld;
+    use crate::grads::DataParallelConfig;
+    use crate::launch::RankContext;
+    use crate::layers::{Mlp, MlpConfig};
+    use crate::shard::{ParallelBuilder, ShardedModel};
+    use burn::tensor::Device;
+    use std::time::Duration;
+
+    /// A stack of MLPs on each of two ranks, in buckets of half a layer.
+    #[test]
+    fn buckets_leave_in_the_backward_the_last_layers_first() {
+        let ends = ThreadWorld::new(Duration::from_secs(30)).group("dp", &[0, 1]);
+        let run = |rank: usize| {
+            let dp: CommRef = Arc::new(ends[rank].clone());
+            let mut context = RankContext::single(Device::flex());
+            context.groups.dp.comm = dp.clone();
+            let builder = ParallelBuilder::new(&context);
+            let mlp = MlpConfig {
+                hidden_size: 8,
+                ffn_hidden_size: 32,
+                activation: crate::layers::Activation::SquaredRelu,
+                bias: false,
+                init_std: 0.3,
+                output_init_std: 0.3,
+            };
+            let layers: Vec<Mlp> = (0..3).map(|_| mlp.init(&builder)).collect();
+            let mut model = ShardedModel::new(layers, &builder);
+            model.init(1).unwrap();
+            let (params, elements) = (model.params(), model.num_elements());
+            let config = DataParallelConfig {
+                ddp_bucket_size: 8 * 32,
+                ..DataParallelConfig::default()
+            };
+            let data_parallel = DataParallel::new(config, params, elements, &*dp);
+            let background = Arc::new(Background::start(rank).unwrap());
+            let sums = vec![0.0; elements];
+            let reduce = OverlappedReduce::new(&data_parallel, params, sums, &background, &dp);
+            let hooked = reduce.hooked(&model.chunks()[0], 0);
+            let x = Tensor::<3>::ones([2, 1, 8], &context.device) * (rank + 1) as f32;
+            let y = |layers: &[Mlp]| layers.iter().fold(x.clone(), |x, mlp| mlp.forward(x)).sum();
+            y(&hooked).backward();
+            let left = reduce.left();
+            let mut want = vec![0.0; elements];
+            model.add_gradients(0, &y(&model.chunks()[0]).backward(), &mut want);
+            (left, reduce.finish().unwrap(), want)
+        };
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| run(1));
+            let (left, sums, mine) = run(0);
+            let (other_left, other_sums, others) = other.join().unwrap();
+            assert_eq!(left, [5, 4, 3, 2, 1, 0]);
+            assert_eq!((&left, &sums), (&other_left, &other_sums));
+            for (sum, (mine, other)) in sums.iter().zip(mine.iter().zip(&others)) {
+                assert_eq!(*sum, mine + other);
+            }
+        });
+    }
+}
