@@ -227,69 +227,29 @@ impl<M: Stage> Trainer<M> {
     /// If a microbatch is misshapen or has a token outside of the vocabulary, or if another rank
     /// fails.
     pub fn train_step(&mut self, microbatches: &[MicroBatch]) -> Result<StepOutput> {
-        let groups = &self.context.groups;
+        self.context.memory.reset_peak();
         let microbatches = self.take(microbatches)?;
-        let step = self.step(&microbatches, &self.context.device, true);
-        self.gradients.fill(0.0);
-        let (clock, memory) = (self.context.clock, self.context.memory);
-        memory.reset_peak();
-        let leaving = self.background.as_ref();
-        let leaving = leaving.filter(|_| self.config.data_parallel.overlap_grad_reduce);
-        let leaving = leaving.map(|background| {
-            let (sums, params) = (std::mem::take(&mut self.gradients), self.model.params());
-            let dp = &groups.dp.comm;
-            OverlappedReduce::new(&self.data_parallel, params, sums, background, dp)
-        });
-        let sums = match &leaving {
-            Some(leaving) => GradientSums::Leaving(leaving.clone()),
-            None => GradientSums::Here(&mut self.gradients),
-        };
-        let pp = &*groups.pp.comm;
-        let mut passes = Passes::new(step, &self.model, sums, &self.schedule, pp.rank(), memory);
-        let spans = pipeline::execute(&self.schedule, pp, &mut passes, clock)?;
-        let Passed {
-            loss,
-            max_live,
-            max_kept,
-        } = passes.finish();
-        self.last_step = PipelineRecord { spans, max_live };
-        // Nothing of the group is under way in the background when the rank itself calls it.
-        let arriving = self.arriving.take();
-        arriving.map_or(Ok(()), OverlappedGather::finish)?;
-        let reduced = leaving.is_some();
-        if let Some(leaving) = leaving {
-            self.gradients = leaving.finish()?;
-        }
+        let loss = self.forward_backward(&microbatches)?;
+        let groups = &self.context.groups;
         let loss = loss
             .all_reduce(&groups.dp.comm)?
             .all_reduce(&groups.pp.comm)?;
 
-        let (params, gradients) = (self.model.params(), &mut self.gradients);
-        let owned = self.data_parallel.owned();
-        if !reduced {
-            self.data_parallel.reduce(gradients, &*groups.dp.comm)?;
-        }
-        grads::all_reduce_tied(gradients, params, owned, &*groups.embedding.comm)?;
-        grads::all_reduce_partial(gradients, params, &*groups.tp.comm)?;
         let average = match self.config.calculate_per_token_loss {
             true => 1.0 / loss.tokens.max(1.0),
             false => 1.0 / groups.dp.comm.size() as f64,
         };
-        let squares = self.data_parallel.squares(gradients, params, groups)?;
-        let norm = average * grads::global_norm(squares, groups)?;
+        let norm = average * self.finish_gradients()?;
         if !norm.is_finite() && self.config.check_for_nan_in_loss_and_grad {
             return Err(self.not_finite(norm));
         }
-        let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
         let learning_rate = self.config.schedule.learning_rate(self.consumed_samples);
         if norm.is_finite() {
-            self.optimizer.step(
-                &mut self.values,
-                &self.gradients,
-                average * clip,
-                learning_rate,
-                self.config.weight_decay.weight_decay(self.consumed_samples),
-            );
+            let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
+            let weight_decay = self.config.weight_decay.weight_decay(self.consumed_samples);
+            let (values, gradients) = (&mut self.values, &self.gradients);
+            let scale = average * clip;
+            (self.optimizer).step(values, gradients, scale, learning_rate, weight_decay);
             self.publish_values()?;
         } else {
             self.skipped_iterations += 1;
@@ -297,8 +257,7 @@ impl<M: Stage> Trainer<M> {
         self.iteration += 1;
         self.consumed_samples += self.config.batch.global_batch_size as u64;
         if let Some(measured) = &mut self.memory {
-            measured.parts.activations = max_kept;
-            measured.peak = memory.peak().unwrap_or(0);
+            measured.peak = self.context.memory.peak().unwrap_or(0);
         }
         Ok(StepOutput {
             iteration: self.iteration,
@@ -309,6 +268,57 @@ impl<M: Stage> Trainer<M> {
             tokens: (self.config.batch.global_batch_size * self.config.batch.seq_length) as u64,
             skipped_iterations: self.skipped_iterations,
         })
+    }
+
+    /// Runs the schedule, and sums the gradients over the microbatches and the data-parallel group, after
+    /// the last backward or beside it. Returns this rank's loss.
+    fn forward_backward(&mut self, microbatches: &[MicroBatch]) -> Result<LossSum> {
+        let groups = &self.context.groups;
+        let device = self.context.device.clone();
+        let step = self.step(microbatches, &device, true);
+        self.gradients.fill(0.0);
+        let overlaps = self.config.data_parallel.overlap_grad_reduce;
+        let background = self.background.as_ref().filter(|_| overlaps);
+        let leaving = background.map(|background| {
+            let (sums, params) = (std::mem::take(&mut self.gradients), self.model.params());
+            let dp = &groups.dp.comm;
+            OverlappedReduce::new(&self.data_parallel, params, sums, background, dp)
+        });
+        let sums = match &leaving {
+            Some(leaving) => GradientSums::Leaving(leaving.clone()),
+            None => GradientSums::Here(&mut self.gradients),
+        };
+        let (pp, memory) = (&*groups.pp.comm, self.context.memory);
+        let mut passes = Passes::new(step, &self.model, sums, &self.schedule, pp.rank(), memory);
+        let spans = pipeline::execute(&self.schedule, pp, &mut passes, self.context.clock)?;
+        let Passed {
+            loss,
+            max_live,
+            max_kept,
+        } = passes.finish();
+        self.last_step = PipelineRecord { spans, max_live };
+        if let Some(measured) = &mut self.memory {
+            measured.parts.activations = max_kept;
+        }
+        // Nothing of the group is under way in the background when the rank itself calls it.
+        let arriving = self.arriving.take();
+        arriving.map_or(Ok(()), OverlappedGather::finish)?;
+        match leaving {
+            Some(leaving) => self.gradients = leaving.finish()?,
+            None => (self.data_parallel).reduce(&mut self.gradients, &*groups.dp.comm)?,
+        }
+        Ok(loss)
+    }
+
+    /// Sums what the pipeline's ends both hold and what each tensor-parallel rank has a part of, and returns
+    /// the whole model's norm.
+    fn finish_gradients(&mut self) -> Result<f64> {
+        let (groups, gradients) = (&self.context.groups, &mut self.gradients);
+        let (params, owned) = (self.model.params(), self.data_parallel.owned());
+        grads::all_reduce_tied(gradients, params, owned, &*groups.embedding.comm)?;
+        grads::all_reduce_partial(gradients, params, &*groups.tp.comm)?;
+        let squares = self.data_parallel.squares(gradients, params, groups)?;
+        grads::global_norm(squares, groups)
     }
 
     /// The loss over this rank's share of some batch, without training. Every rank calls it, as
