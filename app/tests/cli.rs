@@ -902,3 +902,72 @@ fn a_loss_that_is_no_number_ends_the_run_or_is_counted() {
     assert_eq!(steps.len(), 8);
     assert_eq!(steps[7]["skipped_iterations"], 6);
 }
+
+/// Public report: torchtitan #811 (the loader's place is lost when the data-parallel size changes).
+#[test]
+fn fewer_ranks_go_on_with_the_samples_that_were_next() {
+    let train = |run: &Run, args: &[&str]| {
+        let mut command = run.command(&["--data-path", &fixture("data/small_text_document")]);
+        command.args([
+            "--vocab-size",
+            "50304",
+            "--train-iters",
+            "6",
+            "--lr",
+            "1e-3",
+        ]);
+        command.args([
+            "--num-layers",
+            "2",
+            "--hidden-size",
+            "32",
+            "--num-attention-heads",
+            "2",
+        ]);
+        command.args([
+            "--seq-length",
+            "16",
+            "--micro-batch-size",
+            "1",
+            "--global-batch-size",
+            "4",
+        ]);
+        command.args(["--eval-interval", "3", "--eval-iters", "2"]);
+        stdout(command.args(args))
+    };
+    let (four, two) = (Run::new(), Run::new());
+    let save = four.path("save");
+    let stop = [
+        "--save",
+        &save,
+        "--exit-interval",
+        "3",
+        "--use-distributed-optimizer",
+    ];
+    train(&four, &[&["--world-size", "4"], &stop[..]].concat());
+    let dir = four.path("again");
+    let on = ["--world-size", "2", "--load", &save, "--run-dir", &dir];
+    let went_on = train(&four, &on);
+    let whole = train(&two, &["--world-size", "2"]);
+    let losses = |run: &Run| -> Vec<f64> {
+        let steps = run.metrics();
+        steps
+            .iter()
+            .map(|step| step["lm_loss"].as_f64().unwrap())
+            .collect()
+    };
+    let (four, two) = (losses(&four), losses(&two));
+    assert_eq!(four.len(), 6);
+    for (four, two) in four.iter().zip(&two) {
+        assert!((four - two).abs() < 1e-5, "{four} {two}");
+    }
+    // The evaluation after the last step looks at the batches that it would have looked at.
+    let validation = |said: &str| -> String {
+        let lines = said
+            .lines()
+            .filter(|line| line.starts_with("validation after iteration 6"));
+        lines.collect()
+    };
+    assert!(!validation(&whole).is_empty());
+    assert_eq!(validation(&went_on), validation(&whole));
+}
