@@ -62,6 +62,7 @@ impl StepCase {
                 micro_batch_size: self.micro_batch_size,
                 global_batch_size: self.micro_batch_size,
             },
+            rampup_batch_size: None,
             optimizer: OptimizerConfig::default(),
             vocab_size: self.vocab_size,
             train_iters: 1000,

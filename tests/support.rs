@@ -197,6 +197,7 @@ impl Run {
                 micro_batch_size: self.micro_batch_size,
                 global_batch_size: self.global_batch_size,
             },
+            rampup_batch_size: None,
             optimizer: OptimizerConfig {
                 lr: 1e-3,
                 min_lr: 1e-4,

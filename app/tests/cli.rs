@@ -971,3 +971,78 @@ fn fewer_ranks_go_on_with_the_samples_that_were_next() {
     assert!(!validation(&whole).is_empty());
     assert_eq!(validation(&went_on), validation(&whole));
 }
+
+#[test]
+fn batches_grow_at_any_layout_and_over_a_stop() {
+    let train = |run: &Run, args: &[&str]| -> (Vec<u64>, Vec<f64>) {
+        let mut command = run.command(&["--data-path", &fixture("data/small_text_document")]);
+        command.args([
+            "--vocab-size",
+            "50304",
+            "--train-iters",
+            "6",
+            "--lr",
+            "1e-3",
+        ]);
+        command.args([
+            "--num-layers",
+            "2",
+            "--hidden-size",
+            "32",
+            "--num-attention-heads",
+            "2",
+        ]);
+        command.args([
+            "--seq-length",
+            "16",
+            "--micro-batch-size",
+            "1",
+            "--global-batch-size",
+            "8",
+        ]);
+        command.args(["--rampup-batch-size", "2", "2", "8", "--eval-iters", "1"]);
+        stdout(command.args(args));
+        let steps = run.metrics();
+        let consumed = steps
+            .iter()
+            .map(|step| step["consumed_samples"].as_u64().unwrap());
+        let losses = steps.iter().map(|step| step["lm_loss"].as_f64().unwrap());
+        (consumed.collect(), losses.collect())
+    };
+    let (one, four) = (Run::new(), Run::new());
+    let (consumed, losses) = train(&one, &[]);
+    assert_eq!(consumed, [2, 4, 8, 16, 24, 32]);
+    let trace = four.path("trace.json");
+    let layout = ["--world-size", "4", "--pipeline-model-parallel-size", "2"];
+    let (save, dir) = (four.path("save"), four.path("again"));
+    let stop = ["--save", &save, "--exit-interval", "3", "--trace", &trace];
+    train(&four, &[&layout[..], &stop].concat());
+    let on = [
+        "--load",
+        &save,
+        "--run-dir",
+        &dir,
+        "--use-distributed-optimizer",
+    ];
+    let (other_consumed, other_losses) = train(&four, &[&layout[..], &on].concat());
+    assert_eq!(other_consumed, consumed);
+    for (one, other) in losses.iter().zip(&other_losses) {
+        assert!((one - other).abs() < 1e-5, "{losses:?} {other_losses:?}");
+    }
+    let message = stderr(
+        one.command(&["--data-path", &fixture("data/small_text_document")])
+            .args([
+                "--vocab-size",
+                "50304",
+                "--rampup-batch-size",
+                "3",
+                "2",
+                "8",
+            ]),
+        2,
+    );
+    assert!(
+        message.contains("rampup_batch_size must reach"),
+        "{message}"
+    );
+}

@@ -22,6 +22,10 @@ pub struct TrainingArgs {
     /// [default: 8]
     #[arg(long, value_name = "N")]
     global_batch_size: Option<usize>,
+    /// Smaller global batches at the start, as three numbers: from START samples by INCREMENT up to the global
+    /// batch size, over the first SAMPLES samples
+    #[arg(long, value_names = ["START", "INCREMENT", "SAMPLES"], num_args = 3)]
+    rampup_batch_size: Option<Vec<usize>>,
     /// Optimizer steps to take [default: 100]
     #[arg(long, value_name = "N")]
     train_iters: Option<usize>,
@@ -58,6 +62,9 @@ impl TrainingArgs {
         set(&mut training.seq_length, &self.seq_length);
         set(&mut training.micro_batch_size, &self.micro_batch_size);
         set(&mut training.global_batch_size, &self.global_batch_size);
+        if let Some([start, increment, samples]) = self.rampup_batch_size.as_deref() {
+            training.rampup_batch_size = Some([*start, *increment, *samples].into());
+        }
         set(&mut training.train_iters, &self.train_iters);
         set(&mut training.seed, &self.seed);
         set(

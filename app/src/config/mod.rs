@@ -58,6 +58,7 @@ impl RunConfig {
                 micro_batch_size: training.micro_batch_size,
                 global_batch_size: training.global_batch_size,
             },
+            rampup_batch_size: training.rampup_batch_size,
             optimizer: self.optimizer.clone(),
             vocab_size,
             train_iters: training.train_iters,

@@ -1,6 +1,8 @@
 //! The sections that belong to the program; the others are the library's.
 
+use burn_megatron::checkpoint::Progress;
 use burn_megatron::launch::DEFAULT_TIMEOUT;
+use burn_megatron::train::RampupBatchSize;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -14,6 +16,8 @@ pub struct TrainingConfig {
     pub micro_batch_size: usize,
     /// Samples of one optimizer step over all ranks.
     pub global_batch_size: usize,
+    /// Smaller batches at the start: from so many samples, by so many, over so many.
+    pub rampup_batch_size: Option<RampupBatchSize>,
     /// Optimizer steps to take.
     pub train_iters: usize,
     /// Seed of the initial weights and of the data's order.
@@ -36,6 +40,7 @@ impl Default for TrainingConfig {
             seq_length: 128,
             micro_batch_size: 1,
             global_batch_size: 8,
+            rampup_batch_size: None,
             train_iters: 100,
             seed: 1234,
             calculate_per_token_loss: true,
@@ -44,6 +49,22 @@ impl Default for TrainingConfig {
             init_weights: None,
             save_weights: None,
         }
+    }
+}
+
+impl TrainingConfig {
+    /// Samples of the step after so many, over all ranks.
+    pub fn global_batch_size_at(&self, consumed_samples: u64) -> usize {
+        let (whole, rampup) = (self.global_batch_size, self.rampup_batch_size);
+        rampup.map_or(whole, |rampup| rampup.size_at(whole, consumed_samples))
+    }
+
+    /// Samples consumed at the end of a run that starts so far.
+    pub fn samples_at_end(&self, start: Progress) -> u64 {
+        let steps = start.iteration..self.train_iters as u64;
+        steps.fold(start.consumed_samples, |consumed, _| {
+            consumed + self.global_batch_size_at(consumed) as u64
+        })
     }
 }
 

@@ -10,6 +10,7 @@ use burn_megatron::data::{
     BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, SamplerConfig, Split,
     SplitRanges, TokenDataset, Tokenizer,
 };
+use burn_megatron::train::RampupBatchSize;
 use burn_megatron::{Error, Violation};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -27,6 +28,7 @@ pub struct Corpus {
     evaluated: usize,
     start: Progress,
     global_batch_size: usize,
+    rampup: Option<RampupBatchSize>,
     prefetch: usize,
 }
 
@@ -85,7 +87,7 @@ impl Corpus {
         let left = training
             .train_iters
             .saturating_sub(start.iteration as usize);
-        let train = builder.build(Split::Train, start.consumed_samples + samples(left))?;
+        let train = builder.build(Split::Train, training.samples_at_end(start))?;
         let valid = match evaluations {
             0 => None,
             steps => builder.build(Split::Valid, samples(steps))?,
@@ -103,6 +105,7 @@ impl Corpus {
             evaluated: start.iteration as usize / config.data.eval_interval
                 * config.data.eval_iters,
             global_batch_size: training.global_batch_size,
+            rampup: training.rampup_batch_size,
             prefetch: config.data.prefetch,
         })
     }
@@ -120,7 +123,8 @@ impl Corpus {
     /// The training batches of one data-parallel rank.
     pub fn train(&self, share: SamplerConfig) -> burn_megatron::Result<Box<dyn BatchSource>> {
         let consumed = self.start.consumed_samples;
-        self.source(&self.train, share, consumed, self.train_steps)
+        let reader = Reader::new(self.train.clone(), share, self.rampup, consumed)?;
+        reader.batches(self.train_steps as u64, self.prefetch)
     }
 
     /// The validation batches of one data-parallel rank, where there are any.
@@ -133,20 +137,10 @@ impl Corpus {
             .map(|valid| {
                 let consumed = (self.evaluated * self.global_batch_size) as u64;
                 let left = self.evaluations.saturating_sub(self.evaluated);
-                self.source(valid, share, consumed, left)
+                let reader = Reader::new(valid.clone(), share, None, consumed)?;
+                reader.batches(left as u64, self.prefetch)
             })
             .transpose()
-    }
-
-    fn source(
-        &self,
-        dataset: &Arc<dyn TokenDataset>,
-        share: SamplerConfig,
-        consumed_samples: u64,
-        steps: usize,
-    ) -> burn_megatron::Result<Box<dyn BatchSource>> {
-        let reader = Reader::new(dataset.clone(), share, consumed_samples)?;
-        reader.batches(steps as u64, self.prefetch)
     }
 }
 

@@ -4,53 +4,63 @@ use super::BatchSource;
 use burn_megatron::data::{
     Prefetch, Sample, Sampler, SamplerConfig, SamplerPosition, TokenDataset,
 };
-use burn_megatron::train::MicroBatch;
+use burn_megatron::train::{MicroBatch, RampupBatchSize};
 use burn_megatron::{Error, Result};
 use std::sync::Arc;
 
 /// Reads one data-parallel rank's micro batches, by step.
 pub struct Reader {
     dataset: Arc<dyn TokenDataset>,
-    sampler: Sampler,
-    start: SamplerPosition,
+    share: SamplerConfig,
+    rampup: Option<RampupBatchSize>,
+    position: SamplerPosition,
 }
 
 impl Reader {
     /// A reader of what a data-parallel rank takes of each global batch, after so many samples over all
-    /// ranks.
+    /// ranks; the batches are smaller while they grow.
     pub fn new(
         dataset: Arc<dyn TokenDataset>,
-        config: SamplerConfig,
+        share: SamplerConfig,
+        rampup: Option<RampupBatchSize>,
         consumed_samples: u64,
     ) -> Result<Self> {
+        // What no step could take is found out now.
+        Sampler::new(share, dataset.len() as u64)?;
         Ok(Reader {
-            start: SamplerPosition { consumed_samples },
-            sampler: Sampler::new(config, dataset.len() as u64)?,
             dataset,
+            share,
+            rampup,
+            position: SamplerPosition { consumed_samples },
         })
     }
 
     /// The batches of `steps` steps, read `ahead` of the training by a thread; 0 reads them when
     /// they are asked for.
-    pub fn batches(self, steps: u64, ahead: usize) -> Result<Box<dyn BatchSource>> {
+    pub fn batches(mut self, steps: u64, ahead: usize) -> Result<Box<dyn BatchSource>> {
         match ahead {
-            0 => Ok(Box::new(Direct {
-                reader: self,
-                step: 0,
-            })),
+            0 => Ok(Box::new(Direct(self))),
             _ => {
-                let produce = move |step| self.read(step);
+                let produce = move |_| self.read();
                 let batches = Prefetch::spawn(0..steps, ahead, produce)?;
                 Ok(Box::new(Ahead(batches)))
             }
         }
     }
 
-    fn read(&self, step: u64) -> Result<Vec<MicroBatch>> {
-        let position = self.sampler.after(self.start, step);
-        (0..self.sampler.num_microbatches())
+    /// The next step's.
+    fn read(&mut self) -> Result<Vec<MicroBatch>> {
+        let (position, whole) = (self.position, self.share.global_batch_size);
+        let size = |rampup: RampupBatchSize| rampup.size_at(whole, position.consumed_samples);
+        let share = SamplerConfig {
+            global_batch_size: self.rampup.map_or(whole, size),
+            ..self.share
+        };
+        let sampler = Sampler::new(share, self.dataset.len() as u64)?;
+        self.position = sampler.advance(position);
+        (0..sampler.num_microbatches())
             .map(|i| {
-                let samples = self.sampler.samples(position, i)?;
+                let samples = sampler.samples(position, i)?;
                 let samples = samples.map(|sample| self.dataset.sample(sample as usize));
                 Ok(micro_batch(samples.collect::<Result<_>>()?))
             })
@@ -76,15 +86,11 @@ fn micro_batch(samples: Vec<Sample>) -> MicroBatch {
 }
 
 /// Batches read when they are asked for.
-struct Direct {
-    reader: Reader,
-    step: u64,
-}
+struct Direct(Reader);
 
 impl BatchSource for Direct {
     fn next(&mut self) -> Result<Vec<MicroBatch>> {
-        self.step += 1;
-        self.reader.read(self.step - 1)
+        self.0.read()
     }
 }
 

@@ -11,6 +11,7 @@ use burn::train::renderer::{
     MetricsRendererTraining,
 };
 use burn_megatron::checkpoint::Progress;
+use burn_megatron::train::RampupBatchSize;
 use std::collections::HashMap;
 use std::io::Write;
 use std::time::Duration;
@@ -26,6 +27,7 @@ pub struct LineConfig {
     pub train_iters: usize,
     pub log_interval: usize,
     pub global_batch_size: usize,
+    pub rampup: Option<RampupBatchSize>,
 }
 
 /// Prints one line per log interval, and one per evaluation.
@@ -39,6 +41,8 @@ pub struct Lines<W> {
     /// The latest value of each metric of the split under way.
     values: HashMap<String, f64>,
     iteration: usize,
+    /// Samples of all steps so far.
+    consumed: u64,
     validating: bool,
     /// Steps, tokens and seconds since the last line.
     since: (usize, f64, f64),
@@ -55,6 +59,7 @@ impl<W: Write> Lines<W> {
             names: HashMap::new(),
             values: HashMap::new(),
             iteration: config.start.iteration as usize,
+            consumed: config.start.consumed_samples,
             validating: false,
             since: (0, 0.0, 0.0),
             all: (0, 0.0),
@@ -86,6 +91,9 @@ impl<W: Write> Lines<W> {
 
     fn step_done(&mut self) {
         self.iteration += 1;
+        let whole = self.config.global_batch_size;
+        let size = |rampup: RampupBatchSize| rampup.size_at(whole, self.consumed);
+        self.consumed += self.config.rampup.map_or(whole, size) as u64;
         let seconds = self.value(STEP_TIME);
         let tokens = self.value(TOKENS_PER_SECOND) * seconds;
         let (steps, t, s) = self.since;
@@ -107,14 +115,7 @@ impl<W: Write> Lines<W> {
     }
 
     fn line(&self) -> String {
-        let LineConfig {
-            train_iters,
-            global_batch_size,
-            start,
-            ..
-        } = self.config;
-        let here = self.iteration - start.iteration as usize;
-        let consumed = start.consumed_samples + (here * global_batch_size) as u64;
+        let LineConfig { train_iters, .. } = self.config;
         let (steps, tokens, seconds) = self.since;
         let remaining = train_iters.saturating_sub(self.iteration);
         let per_step = match self.all {
@@ -131,7 +132,7 @@ impl<W: Write> Lines<W> {
             self.value(LEARNING_RATE),
             grouped((tokens / seconds) as u64),
             1000.0 * seconds / steps as f64,
-            grouped(consumed),
+            grouped(self.consumed),
             duration(eta),
             width = train_iters.to_string().len(),
         )
@@ -255,6 +256,7 @@ mod tests {
             train_iters: 300,
             log_interval: 2,
             global_batch_size: 16,
+            rampup: None,
         };
         let mut lines = Lines::new(config, Remarks::default(), Vec::new());
         for name in NAMES {

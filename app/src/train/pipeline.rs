@@ -67,12 +67,12 @@ pub fn planned(plan: &Plan) -> Option<String> {
 
 /// The bubble of the first replica's last step in one line, where there is a pipeline.
 pub fn line(plan: &Plan, ended: &Ended) -> Option<String> {
-    let schedule = plan.resolved.pipeline_schedule();
+    let schedule = ended.schedule.as_ref()?;
     let shape = *schedule.shape();
     if shape.ranks == 1 {
         return None;
     }
-    let all = measured(plan, ended, &schedule);
+    let all = measured(plan, ended, schedule);
     let first = all.first()?;
     Some(format!(
         "bubble of the last step {} of its computing time ({} simulated from its passes, {} with equal \
@@ -88,9 +88,11 @@ pub fn line(plan: &Plan, ended: &Ended) -> Option<String> {
 /// # Errors
 /// The file could not be written.
 pub fn write_trace(plan: &Plan, ended: &Ended, path: &Path) -> Result<()> {
-    let schedule = plan.resolved.pipeline_schedule();
+    let Some(schedule) = &ended.schedule else {
+        return Ok(());
+    };
     let shape = schedule.shape();
-    let all = measured(plan, ended, &schedule);
+    let all = measured(plan, ended, schedule);
     let track = |name: &str, one: &Measured, timeline| Track {
         name: format!("{name}, pipeline of rank {}", one.ranks[0]),
         timeline,

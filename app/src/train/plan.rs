@@ -244,6 +244,11 @@ fn rules(config: &RunConfig) -> Vec<Violation> {
             "a .jsonl data path needs a tokenizer (--tokenizer-type)",
         ));
     }
+    if config.training.rampup_batch_size.is_some() && data.token_batches.is_some() {
+        violations.push(rule(
+            "token_batches are of one size: rampup_batch_size needs a data_path",
+        ));
+    }
     let checkpoint = &config.checkpoint;
     if checkpoint.save.is_none() && checkpoint.save_interval.is_some() {
         violations.push(rule("save_interval needs a directory (--save)"));

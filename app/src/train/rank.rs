@@ -12,7 +12,7 @@ use burn_megatron::Result;
 use burn_megatron::checkpoint::Saved;
 use burn_megatron::comm::counted::{Account, Collective};
 use burn_megatron::launch::{ProcessGroup, ProcessGroups, RankContext};
-use burn_megatron::pipeline::Span;
+use burn_megatron::pipeline::{Schedule, Span};
 use burn_megatron::train::{MeasuredMemory, MicroBatch, StepVolume, StepVolumes, Trainer};
 use std::ops::Range;
 use std::time::Instant;
@@ -27,6 +27,8 @@ pub struct RankEnd {
     pub communication: Communication,
     /// What this rank did in the pipeline in the last step, in seconds of one clock.
     pub spans: Vec<Span>,
+    /// The schedule of that step.
+    pub schedule: Option<Schedule>,
     /// What every rank's memory went to in the first step.
     pub memory: Vec<MeasuredMemory>,
     /// The newest checkpoint of this run.
@@ -153,6 +155,7 @@ pub fn run(
     }
     this.report(Feed::finish);
     this.end.spans = this.trainer.last_step().spans.clone();
+    this.end.schedule = Some(this.trainer.schedule().clone());
     this.leave()
 }
 

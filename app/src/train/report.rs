@@ -92,12 +92,16 @@ fn communication(plan: &Plan, ended: &Ended, steps: u64) -> Vec<String> {
         .filter(|(_, predicted, _)| predicted.calls > 0)
         .map(|(kind, predicted, spent)| {
             format!(
-                "{:<9} {} {} calls a step, {} ({} predicted), {:.1} ms with waiting",
+                "{:<9} {} {} calls a step, {} ({} predicted{}), {:.1} ms with waiting",
                 kind.axis,
                 spent.calls / steps,
                 kind.call.name(),
                 bytes(spent.bytes / steps),
                 bytes(predicted.bytes),
+                match plan.config.training.rampup_batch_size {
+                    Some(_) => " of a whole batch",
+                    None => "",
+                },
                 1e3 * spent.time.as_secs_f64() / steps as f64
             )
         })

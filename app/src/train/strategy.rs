@@ -20,7 +20,7 @@ use burn::train::{
 };
 use burn_megatron::checkpoint::Saved;
 use burn_megatron::launch::run_ranks;
-use burn_megatron::pipeline::Span;
+use burn_megatron::pipeline::{Schedule, Span};
 use burn_megatron::train::MeasuredMemory;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -39,6 +39,8 @@ pub struct Ended {
     pub communication: Communication,
     /// Of each rank, in the last step.
     pub spans: Vec<Vec<Span>>,
+    /// The schedule of that step.
+    pub schedule: Option<Schedule>,
     /// Of each rank, in the first step.
     pub memory: Vec<MeasuredMemory>,
     pub history: History,
@@ -141,6 +143,7 @@ fn judge(ends: Vec<RankEnd>, history: History, interrupter: &Interrupter) -> Res
         sample: end.sample,
         communication: end.communication,
         spans,
+        schedule: end.schedule,
         memory: end.memory,
         history,
     })

@@ -22,6 +22,7 @@ pub fn renderer(
         train_iters: plan.config.training.train_iters,
         log_interval: plan.config.logging.log_interval,
         global_batch_size: plan.config.training.global_batch_size,
+        rampup: plan.config.training.rampup_batch_size,
     };
     Box::new(Lines::new(config, remarks.clone(), std::io::stdout()))
 }

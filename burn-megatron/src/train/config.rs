@@ -1,6 +1,6 @@
 //! What a run is made of, validated as a whole.
 
-use super::{RankMemory, StepVolumes};
+use super::{RampupBatchSize, RankMemory, StepVolumes};
 use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{Buckets, DataParallelConfig};
 use crate::launch::ProcessGroups;
@@ -51,6 +51,8 @@ pub struct TrainConfig {
     pub parallel: ParallelConfig,
     pub data_parallel: DataParallelConfig,
     pub batch: BatchConfig,
+    /// Smaller global batches at the start.
+    pub rampup_batch_size: Option<RampupBatchSize>,
     pub optimizer: OptimizerConfig,
     /// Entries of the vocabulary, without padding.
     pub vocab_size: usize,
@@ -88,6 +90,10 @@ impl TrainConfig {
         let schedule = violations_of(schedule, &mut violations)?;
         if let Some(layout) = &layout {
             violations.extend(self.recompute_violation(layout));
+            let at_once = self.batch.micro_batch_size * layout.dp;
+            let whole = self.batch.global_batch_size;
+            let rampup = self.rampup_batch_size.iter();
+            violations.extend(rampup.flat_map(|rampup| rampup.violations(whole, at_once)));
         }
         match (layout, schedule) {
             (Some(layout), Some(schedule)) if violations.is_empty() => Ok(ResolvedConfig {
@@ -253,6 +259,7 @@ impl ResolvedConfig {
             ),
             optimizer: self.config.optimizer.clone(),
             batch: self.config.batch,
+            rampup_batch_size: self.config.rampup_batch_size,
             vocab_size: self.config.vocab_size,
             seed: self.config.seed,
             calculate_per_token_loss: self.config.calculate_per_token_loss,
@@ -271,6 +278,8 @@ pub struct TrainerConfig {
     pub weight_decay: WeightDecaySchedule,
     pub optimizer: OptimizerConfig,
     pub batch: BatchConfig,
+    /// Smaller global batches at the start.
+    pub rampup_batch_size: Option<RampupBatchSize>,
     /// Tokens are checked against it.
     pub vocab_size: usize,
     /// Of the dropout's masks.
@@ -304,6 +313,7 @@ impl TrainerConfig {
             schedule,
             optimizer,
             batch,
+            rampup_batch_size: None,
             vocab_size,
             seed: 1234,
             calculate_per_token_loss: true,
@@ -314,16 +324,34 @@ impl TrainerConfig {
         })
     }
 
+    /// Samples of the step after so many, over all ranks.
+    pub fn global_batch_size_at(&self, consumed_samples: u64) -> usize {
+        let whole = self.batch.global_batch_size;
+        let rampup = self.rampup_batch_size;
+        rampup.map_or(whole, |rampup| rampup.size_at(whole, consumed_samples))
+    }
+
+    /// That the pipeline's schedule can run every batch on the way to the whole.
+    pub(super) fn check_rampup(&self, virtual_stages: usize, groups: &ProcessGroups) -> Result<()> {
+        let whole = self.batch.global_batch_size;
+        let mut sizes = (self.rampup_batch_size.iter()).flat_map(|rampup| rampup.sizes(whole));
+        sizes.try_for_each(|size| self.schedule_of(virtual_stages, groups, size).map(drop))
+    }
+
     /// The schedule of a pipeline of these groups with `virtual_stages` on each rank.
     pub(super) fn schedule_of(
         &self,
         virtual_stages: usize,
         groups: &ProcessGroups,
+        global_batch_size: usize,
     ) -> Result<Schedule> {
         let (pp, dp) = (groups.pp.comm.size(), groups.dp.comm.size());
         let kind = self.pipeline_schedule;
         let kind = kind.unwrap_or(PipelineSchedule::default_for(virtual_stages));
-        let batch = self.batch.shape();
+        let batch = BatchShape {
+            global_batch_size,
+            ..self.batch.shape()
+        };
         if let Some(violation) = batch_violation(&batch, dp) {
             return Err(Error::config(vec![violation]));
         }

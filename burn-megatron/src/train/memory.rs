@@ -213,6 +213,7 @@ mod tests {
                 micro_batch_size: B as usize,
                 global_batch_size: B as usize,
             },
+            rampup_batch_size: None,
             optimizer: OptimizerConfig::default(),
             vocab_size: 50257,
             data_parallel: DataParallelConfig::default(),

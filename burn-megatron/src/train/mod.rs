@@ -7,6 +7,7 @@ mod generate;
 mod memory;
 mod microbatch;
 mod passes;
+mod rampup;
 mod step;
 mod volume;
 
@@ -15,5 +16,6 @@ pub use config::{BatchConfig, ResolvedConfig, TrainConfig, TrainerConfig};
 pub use generate::Sampling;
 pub use memory::{MeasuredMemory, RankMemory};
 pub use microbatch::{LossSum, MicroBatch};
+pub use rampup::RampupBatchSize;
 pub use step::{PipelineRecord, StepOutput, Trainer};
 pub use volume::{StepVolume, StepVolumes};

@@ -127,7 +127,9 @@ impl<M: Stage> Trainer<M> {
             true => Some(Arc::new(Background::start(rank.rank)?)),
             false => None,
         };
-        let schedule = config.schedule_of(model.chunks().len(), &rank.groups)?;
+        let (chunks, whole) = (model.chunks().len(), config.batch.global_batch_size);
+        config.check_rampup(chunks, &rank.groups)?;
+        let schedule = config.schedule_of(chunks, &rank.groups, whole)?;
         let (params, dp) = (model.params(), &*rank.groups.dp.comm);
         let data_parallel =
             DataParallel::new(config.data_parallel, params, model.num_elements(), dp);
@@ -172,7 +174,7 @@ impl<M: Stage> Trainer<M> {
         &self.model
     }
 
-    /// What the ranks of the pipeline do in a step.
+    /// What the ranks of the pipeline do in a step, as of the last one.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
@@ -228,7 +230,9 @@ impl<M: Stage> Trainer<M> {
     /// fails.
     pub fn train_step(&mut self, microbatches: &[MicroBatch]) -> Result<StepOutput> {
         self.context.memory.reset_peak();
-        let microbatches = self.take(microbatches)?;
+        let samples = self.config.global_batch_size_at(self.consumed_samples);
+        self.schedule_batch(samples)?;
+        let microbatches = self.take(microbatches, &self.schedule)?;
         let loss = self.forward_backward(&microbatches)?;
         let groups = &self.context.groups;
         let loss = loss
@@ -255,7 +259,7 @@ impl<M: Stage> Trainer<M> {
             self.skipped_iterations += 1;
         }
         self.iteration += 1;
-        self.consumed_samples += self.config.batch.global_batch_size as u64;
+        self.consumed_samples += samples as u64;
         if let Some(measured) = &mut self.memory {
             measured.peak = self.context.memory.peak().unwrap_or(0);
         }
@@ -265,7 +269,7 @@ impl<M: Stage> Trainer<M> {
             grad_norm: norm,
             learning_rate,
             consumed_samples: self.consumed_samples,
-            tokens: (self.config.batch.global_batch_size * self.config.batch.seq_length) as u64,
+            tokens: (samples * self.config.batch.seq_length) as u64,
             skipped_iterations: self.skipped_iterations,
         })
     }
@@ -275,7 +279,7 @@ impl<M: Stage> Trainer<M> {
     fn forward_backward(&mut self, microbatches: &[MicroBatch]) -> Result<LossSum> {
         let groups = &self.context.groups;
         let device = self.context.device.clone();
-        let step = self.step(microbatches, &device, true);
+        let step = self.step(microbatches, &self.schedule, &device, true);
         self.gradients.fill(0.0);
         let overlaps = self.config.data_parallel.overlap_grad_reduce;
         let background = self.background.as_ref().filter(|_| overlaps);
@@ -328,10 +332,13 @@ impl<M: Stage> Trainer<M> {
     /// As for [`train_step`](Trainer::train_step).
     pub fn evaluate(&self, microbatches: &[MicroBatch]) -> Result<LossSum> {
         let groups = &self.context.groups;
-        let microbatches = self.take(microbatches)?;
+        let microbatches = self.take(microbatches, &self.evaluation)?;
         let chunks: Vec<M> = self.model.chunks().iter().map(Module::valid).collect();
         let device = self.context.device.clone().inner();
-        let mut passes = ForwardPasses::new(self.step(&microbatches, &device, false), &chunks);
+        let mut passes = ForwardPasses::new(
+            self.step(&microbatches, &self.evaluation, &device, false),
+            &chunks,
+        );
         pipeline::execute(
             &self.evaluation,
             &*groups.pp.comm,
@@ -412,10 +419,24 @@ impl<M: Stage> Trainer<M> {
         Ok(())
     }
 
+    /// Makes the schedule one for a step of so many samples.
+    fn schedule_batch(&mut self, samples: usize) -> Result<()> {
+        let at_once = self.config.batch.micro_batch_size * self.context.groups.dp.comm.size();
+        if self.schedule.shape().microbatches * at_once != samples {
+            let (chunks, groups) = (self.model.chunks().len(), &self.context.groups);
+            self.schedule = self.config.schedule_of(chunks, groups, samples)?;
+        }
+        Ok(())
+    }
+
     /// The step's microbatches, on the stages that need them.
-    fn take<'a>(&self, microbatches: &'a [MicroBatch]) -> Result<Cow<'a, [MicroBatch]>> {
+    fn take<'a>(
+        &self,
+        microbatches: &'a [MicroBatch],
+        schedule: &Schedule,
+    ) -> Result<Cow<'a, [MicroBatch]>> {
         let groups = &self.context.groups;
-        let (shape, count) = (self.shape(), self.schedule.shape().microbatches);
+        let (shape, count) = (self.shape(), schedule.shape().microbatches);
         let pp = &groups.pp.comm;
         if pp.rank() != 0 && pp.rank() + 1 != pp.size() {
             return Ok(Cow::Borrowed(&[]));
@@ -442,13 +463,14 @@ impl<M: Stage> Trainer<M> {
     fn step<'a>(
         &self,
         microbatches: &'a [MicroBatch],
+        schedule: &Schedule,
         device: &'a Device,
         training: bool,
     ) -> Step<'a> {
         let dp = &self.context.groups.dp.comm;
         let samples = self.config.batch.micro_batch_size;
         Step {
-            pipeline: *self.schedule.shape(),
+            pipeline: *schedule.shape(),
             shape: self.shape(),
             microbatches,
             device,
