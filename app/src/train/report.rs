@@ -1,12 +1,10 @@
 //! What a run says after its last step.
 
-use super::memory;
 use super::pipeline;
 use super::plan::Plan;
 use super::rank;
 use super::saving::Stop;
 use super::strategy::Ended;
-use super::terminal;
 use crate::error::Result;
 use crate::say::say;
 use crate::units::{bytes, duration, grouped};
@@ -56,12 +54,6 @@ pub fn print(plan: &Plan, ended: &Ended, wall: Duration) -> Result<()> {
     );
     for line in communication(plan, ended, last.iteration as u64) {
         say!("  {line}");
-    }
-    // Whoever saw lines has seen it below the first.
-    if terminal::has_dashboard() {
-        for line in memory::table(plan, &ended.memory) {
-            say!("  {line}");
-        }
     }
     if let Some(line) = pipeline::line(plan, ended) {
         say!("  pipeline  {line}");

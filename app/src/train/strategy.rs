@@ -7,6 +7,7 @@ use super::rank::{self, Communication, RankEnd};
 use super::saving::Stop;
 use super::{interrupt, terminal};
 use crate::error::{Failure, Result};
+use crate::say::say;
 use burn::data::dataloader::{DataLoader, DataLoaderIterator, Progress};
 use burn::data::dataset::DatasetError;
 use burn::module::Module;
@@ -21,7 +22,6 @@ use burn::train::{
 use burn_megatron::checkpoint::Saved;
 use burn_megatron::launch::run_ranks;
 use burn_megatron::pipeline::{Schedule, Span};
-use burn_megatron::train::MeasuredMemory;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the run ended, for the report.
@@ -41,8 +41,6 @@ pub struct Ended {
     pub spans: Vec<Vec<Span>>,
     /// The schedule of that step.
     pub schedule: Option<Schedule>,
-    /// Of each rank, in the first step.
-    pub memory: Vec<MeasuredMemory>,
     pub history: History,
 }
 
@@ -82,6 +80,10 @@ pub fn launch(plan: &Arc<Plan>) -> Result<Ended> {
     let training = training.metric_valid_numeric(metrics::validation());
     // The result holds the renderer: dropping it gives the terminal back before anything prints.
     drop(training.launch(Learner::new(Shim::new(), AdamWConfig::new().init(), 0.0)));
+    // What was said after the last line, and all of it where the dashboard had the terminal.
+    for line in strategy.remarks.take() {
+        say!("{line}");
+    }
     let ended = lock(&strategy.ended).take();
     ended.unwrap_or_else(|| Err(Failure::run("no rank ran", "report this: it is a bug")))
 }
@@ -144,7 +146,6 @@ fn judge(ends: Vec<RankEnd>, history: History, interrupter: &Interrupter) -> Res
         communication: end.communication,
         spans,
         schedule: end.schedule,
-        memory: end.memory,
         history,
     })
 }

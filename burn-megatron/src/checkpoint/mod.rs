@@ -8,6 +8,9 @@
 //! Loading knows nothing of the layout that saved: a rank asks for elements of whole tensors, and reads
 //! those alone from the mapped files.
 
+#[cfg(target_endian = "big")]
+compile_error!("checkpoints are little-endian values as they lie in memory");
+
 mod manifest;
 mod read;
 mod saver;
