@@ -52,7 +52,7 @@ impl Default for DataParallelConfig {
 }
 
 /// One rank's view of its data-parallel group's buffers.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct DataParallel {
     config: DataParallelConfig,
     buckets: Buckets,
@@ -96,7 +96,7 @@ impl DataParallel {
         }
         for (index, bucket) in self.buckets.ranges().iter().enumerate() {
             if self.config.use_distributed_optimizer {
-                let sums = self.reduce_bucket(&mut gradients[bucket.clone()], dp)?;
+                let sums = scattered(&gradients[bucket.clone()], dp)?;
                 gradients[self.reduced_range(index, dp)].copy_from_slice(&sums);
             } else {
                 dp.all_reduce(&mut gradients[bucket.clone()], ReduceOp::Sum)?;
@@ -108,16 +108,14 @@ impl DataParallel {
     /// The sums of one bucket's gradients that this rank gets: all, or those that it owns.
     pub(super) fn reduce_bucket(
         &self,
-        gradients: &mut [f32],
+        mut gradients: Vec<f32>,
         dp: &dyn Communicator,
     ) -> Result<Vec<f32>> {
-        if !self.config.use_distributed_optimizer {
-            dp.all_reduce(gradients, ReduceOp::Sum)?;
-            return Ok(gradients.to_vec());
+        if self.config.use_distributed_optimizer {
+            return scattered(&gradients, dp);
         }
-        let mut sums = vec![0.0; gradients.len() / dp.size()];
-        dp.reduce_scatter(gradients, &mut sums)?;
-        Ok(sums)
+        dp.all_reduce(&mut gradients, ReduceOp::Sum)?;
+        Ok(gradients)
     }
 
     /// Where these sums belong.
@@ -164,17 +162,35 @@ impl DataParallel {
     /// # Errors
     /// If another rank fails.
     pub fn gather(&self, packed: &[f32], flat: &mut [f32], dp: &dyn Communicator) -> Result<()> {
-        let mut rest = packed;
         if !self.config.use_distributed_optimizer {
             flat.copy_from_slice(packed);
             return Ok(());
         }
-        for bucket in self.buckets.ranges() {
-            let (own, later) = rest.split_at(bucket.len() / dp.size());
+        for (bucket, own) in self.owned_by_bucket(packed, dp.size()) {
             let all = bytemuck::cast_slice_mut(&mut flat[bucket.clone()]);
             dp.all_gather(bytemuck::cast_slice(own), all)?;
-            rest = later;
         }
         Ok(())
     }
+
+    /// Each bucket with this rank's elements of it, of those that it owns, packed.
+    pub(super) fn owned_by_bucket<'a>(
+        &'a self,
+        packed: &'a [f32],
+        ranks: usize,
+    ) -> impl Iterator<Item = (&'a Range<usize>, &'a [f32])> {
+        let mut rest = packed;
+        self.buckets.ranges().iter().map(move |bucket| {
+            let (own, later) = rest.split_at(bucket.len() / ranks);
+            rest = later;
+            (bucket, own)
+        })
+    }
+}
+
+/// This rank's part of the sums over the group.
+fn scattered(gradients: &[f32], dp: &dyn Communicator) -> Result<Vec<f32>> {
+    let mut sums = vec![0.0; gradients.len() / dp.size()];
+    dp.reduce_scatter(gradients, &mut sums)?;
+    Ok(sums)
 }

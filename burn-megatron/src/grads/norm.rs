@@ -64,6 +64,7 @@ impl Sum for SumOfSquares {
 }
 
 /// The rounded sum, and what rounding took.
+#[inline]
 fn two_sum(a: f64, b: f64) -> (f64, f64) {
     let sum = a + b;
     let part_of_b = sum - a;
@@ -78,11 +79,9 @@ fn of_chunk(values: &[f32]) -> SumOfSquares {
     for eight in eights {
         for lane in 0..8 {
             let value = f64::from(eight[lane]);
-            let square = value * value;
-            let sum = high[lane] + square;
-            let part = sum - high[lane];
-            low[lane] += (high[lane] - (sum - part)) + (square - part);
+            let (sum, error) = two_sum(high[lane], value * value);
             high[lane] = sum;
+            low[lane] += error;
         }
     }
     let lanes = high.into_iter().zip(low);

@@ -21,13 +21,12 @@ struct Reducing {
     sums: Vec<f32>,
     /// Each parameter's elements.
     ranges: Vec<Range<usize>>,
-    buckets: Vec<Range<usize>>,
     /// Parameters of each bucket whose last gradient is not in.
     waiting: Vec<usize>,
     /// Buckets that left, in the order in which they did: the same on every rank.
     left: Vec<(usize, Pending<Vec<f32>>)>,
     background: Arc<Background>,
-    data_parallel: DataParallel,
+    data_parallel: Arc<DataParallel>,
     dp: CommRef,
 }
 
@@ -40,15 +39,15 @@ impl fmt::Debug for OverlappedReduce {
 impl OverlappedReduce {
     /// For a step whose sums start as `sums`.
     pub fn new(
-        data_parallel: &DataParallel,
+        data_parallel: &Arc<DataParallel>,
         params: &[ParamRecord],
         sums: Vec<f32>,
         background: &Arc<Background>,
         dp: &CommRef,
     ) -> Self {
-        let buckets = data_parallel.buckets().ranges().to_vec();
         let ranges: Vec<_> = params.iter().map(|param| param.range.clone()).collect();
-        let waiting = buckets.iter().map(|bucket| {
+        let buckets = data_parallel.buckets().ranges().iter();
+        let waiting = buckets.map(|bucket| {
             let inside = |range: &&Range<usize>| meet(range, bucket);
             ranges.iter().filter(inside).count()
         });
@@ -56,7 +55,6 @@ impl OverlappedReduce {
             waiting: waiting.collect(),
             sums,
             ranges,
-            buckets,
             left: Vec::new(),
             background: background.clone(),
             data_parallel: data_parallel.clone(),
@@ -91,7 +89,8 @@ impl OverlappedReduce {
     pub fn finish(self) -> Result<Vec<f32>> {
         let gone = self.left();
         let mut reducing = self.lock();
-        for bucket in (0..reducing.buckets.len()).filter(|bucket| !gone.contains(bucket)) {
+        let buckets = 0..reducing.waiting.len();
+        for bucket in buckets.filter(|bucket| !gone.contains(bucket)) {
             reducing.send(bucket);
         }
         let mut sums = std::mem::take(&mut reducing.sums);
@@ -115,8 +114,9 @@ impl Reducing {
         let range = self.ranges[param].clone();
         let sums = self.sums[range.clone()].iter_mut();
         sums.zip(gradient).for_each(|(sum, value)| *sum += value);
-        for bucket in 0..self.buckets.len() {
-            if meet(&range, &self.buckets[bucket]) {
+        let data_parallel = self.data_parallel.clone();
+        for (bucket, elements) in data_parallel.buckets().ranges().iter().enumerate() {
+            if meet(&range, elements) {
                 self.waiting[bucket] -= 1;
                 if self.waiting[bucket] == 0 {
                     self.send(bucket);
@@ -126,11 +126,12 @@ impl Reducing {
     }
 
     fn send(&mut self, bucket: usize) {
-        let mut sums = self.sums[self.buckets[bucket].clone()].to_vec();
+        let elements = self.data_parallel.buckets().ranges()[bucket].clone();
+        let sums = self.sums[elements].to_vec();
         let (data_parallel, dp) = (self.data_parallel.clone(), self.dp.clone());
         let pending = self
             .background
-            .submit(move || data_parallel.reduce_bucket(&mut sums, &*dp));
+            .submit(move || data_parallel.reduce_bucket(sums, &*dp));
         self.left.push((bucket, pending));
     }
 }
@@ -205,10 +206,8 @@ impl OverlappedGather {
         background: &Background,
         dp: &CommRef,
     ) -> Self {
-        let mut rest = packed;
-        let buckets = data_parallel.buckets().ranges().iter().map(|range| {
-            let (own, later) = rest.split_at(range.len() / dp.size());
-            rest = later;
+        let buckets = data_parallel.owned_by_bucket(packed, dp.size());
+        let buckets = buckets.map(|(range, own)| {
             let (own, dp) = (own.to_vec(), dp.clone());
             let mut all = vec![0f32; range.len()];
             let pending = background.submit(move || {
@@ -308,7 +307,7 @@ mod tests {
                 ddp_bucket_size: 8 * 32,
                 ..DataParallelConfig::default()
             };
-            let data_parallel = DataParallel::new(config, params, elements, &*dp);
+            let data_parallel = Arc::new(DataParallel::new(config, params, elements, &*dp));
             let background = Arc::new(Background::start(rank).unwrap());
             let sums = vec![0.0; elements];
             let reduce = OverlappedReduce::new(&data_parallel, params, sums, &background, &dp);

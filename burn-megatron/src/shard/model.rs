@@ -186,14 +186,9 @@ impl<M: Module> ShardedModel<M> {
         }
     }
 
-    /// Each chunk, to be mapped, with the records of its parameters and the first one's place among all.
-    pub(crate) fn chunk_with_params(&self, chunk: usize) -> (&M, &[ParamRecord], usize) {
-        let place = self.places[chunk].clone();
-        (
-            &self.chunks[chunk],
-            &self.params[place.clone()],
-            place.start,
-        )
+    /// The place of a chunk's first parameter among all.
+    pub(crate) fn first_param(&self, chunk: usize) -> usize {
+        self.places[chunk].start
     }
 
     /// Replaces each chunk by what `map` makes of it and the records of its parameters.

@@ -114,8 +114,8 @@ impl<'a, M: Stage> Passes<'a, M> {
             return None;
         };
         let chunk = self.step.pipeline.chunk_of(stage);
-        let (chunk, _, first) = self.model.chunk_with_params(chunk);
-        (self.last_backward[&stage] == microbatch).then(|| reduce.hooked(chunk, first))
+        let (module, first) = (&self.model.chunks()[chunk], self.model.first_param(chunk));
+        (self.last_backward[&stage] == microbatch).then(|| reduce.hooked(module, first))
     }
 
     /// What came of it.

@@ -49,7 +49,7 @@ pub struct Trainer<M = GptModel> {
     pub(super) context: RankContext,
     schedule: Schedule,
     evaluation: Schedule,
-    pub(super) data_parallel: DataParallel,
+    pub(super) data_parallel: Arc<DataParallel>,
     pub(super) optimizer: Optimizer,
     /// The optimizer's copy of the parameters that this rank owns, packed.
     pub(super) values: Vec<f32>,
@@ -152,7 +152,7 @@ impl<M: Stage> Trainer<M> {
         Ok(Trainer {
             evaluation: schedule.forward_only(),
             schedule,
-            data_parallel,
+            data_parallel: Arc::new(data_parallel),
             optimizer,
             values,
             gradients,
