@@ -12,11 +12,13 @@ use burn_megatron::train::{LoadOptions, ResolvedConfig, Trainer};
 /// Runs `megatron checkpoint`.
 pub fn run(args: &CheckpointArgs) -> Result<()> {
     match &args.action {
-        CheckpointAction::Inspect(path) => inspect(&find(path)?),
-        CheckpointAction::Verify(path) => return verify(&find(path)?),
-        CheckpointAction::Reshard(args) => return reshard(args),
+        CheckpointAction::Inspect(path) => {
+            inspect(&find(path)?);
+            Ok(())
+        }
+        CheckpointAction::Verify(path) => verify(&find(path)?),
+        CheckpointAction::Reshard(args) => reshard(args),
     }
-    Ok(())
 }
 
 fn find(path: &CheckpointPath) -> Result<Checkpoint> {

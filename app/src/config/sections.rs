@@ -2,7 +2,7 @@
 
 use burn_megatron::checkpoint::Progress;
 use burn_megatron::launch::DEFAULT_TIMEOUT;
-use burn_megatron::train::RampupBatchSize;
+use burn_megatron::train::{BatchSizes, RampupBatchSize};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -53,17 +53,19 @@ impl Default for TrainingConfig {
 }
 
 impl TrainingConfig {
-    /// Samples of the step after so many, over all ranks.
-    pub fn global_batch_size_at(&self, consumed_samples: u64) -> usize {
-        let (whole, rampup) = (self.global_batch_size, self.rampup_batch_size);
-        rampup.map_or(whole, |rampup| rampup.size_at(whole, consumed_samples))
+    /// The global batch of every step.
+    pub fn batch_sizes(&self) -> BatchSizes {
+        BatchSizes {
+            whole: self.global_batch_size,
+            rampup: self.rampup_batch_size,
+        }
     }
 
     /// Samples consumed at the end of a run that starts so far.
     pub fn samples_at_end(&self, start: Progress) -> u64 {
-        let steps = start.iteration..self.train_iters as u64;
+        let (steps, sizes) = (start.iteration..self.train_iters as u64, self.batch_sizes());
         steps.fold(start.consumed_samples, |consumed, _| {
-            consumed + self.global_batch_size_at(consumed) as u64
+            consumed + sizes.at(consumed) as u64
         })
     }
 }

@@ -10,7 +10,7 @@ use burn_megatron::data::{
     BlendSizes, BlendedDataset, GptDataset, GptDatasetConfig, IndexedDataset, SamplerConfig, Split,
     SplitRanges, TokenDataset, Tokenizer,
 };
-use burn_megatron::train::RampupBatchSize;
+use burn_megatron::train::BatchSizes;
 use burn_megatron::{Error, Violation};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,18 +18,32 @@ use std::sync::Arc;
 
 /// The datasets of a run, open and indexed.
 pub struct Corpus {
-    train: Arc<dyn TokenDataset>,
-    valid: Option<Arc<dyn TokenDataset>>,
+    train: Part,
+    valid: Option<Part>,
     tokens: u64,
-    /// Steps from the start on.
-    train_steps: usize,
-    /// Global batches of all evaluations, and of those before the start.
-    evaluations: usize,
-    evaluated: usize,
-    start: Progress,
-    global_batch_size: usize,
-    rampup: Option<RampupBatchSize>,
     prefetch: usize,
+}
+
+/// A dataset, and which of its batches the run takes.
+struct Part {
+    dataset: Arc<dyn TokenDataset>,
+    sizes: BatchSizes,
+    /// Samples before the run's start.
+    consumed_samples: u64,
+    /// Global batches from there on.
+    steps: usize,
+}
+
+impl Part {
+    fn batches(
+        &self,
+        share: SamplerConfig,
+        prefetch: usize,
+    ) -> burn_megatron::Result<Box<dyn BatchSource>> {
+        let dataset = self.dataset.clone();
+        let reader = Reader::new(dataset, share, self.sizes, self.consumed_samples)?;
+        reader.batches(self.steps as u64, prefetch)
+    }
 }
 
 impl Corpus {
@@ -69,13 +83,10 @@ impl Corpus {
             files.push(Arc::new(IndexedDataset::open(prefix)?));
         }
         let training = &config.training;
-        let evaluations = match config.data.eval_iters {
-            0 => 0,
-            per_interval => {
-                let all = intervals(training.train_iters, config.data.eval_interval);
-                all.len() * per_interval
-            }
-        };
+        let (interval, per_interval) = (config.data.eval_interval, config.data.eval_iters);
+        let evaluations = intervals(training.train_iters, interval).len() * per_interval;
+        let iteration = start.iteration as usize;
+        let evaluated = iteration / interval * per_interval;
         let builder = Builder {
             files: &files,
             weights: blend.weights,
@@ -84,9 +95,6 @@ impl Corpus {
             seed: seed(training.seed)?,
         };
         let samples = |steps: usize| (steps * training.global_batch_size) as u64;
-        let left = training
-            .train_iters
-            .saturating_sub(start.iteration as usize);
         let train = builder.build(Split::Train, training.samples_at_end(start))?;
         let valid = match evaluations {
             0 => None,
@@ -96,16 +104,22 @@ impl Corpus {
             return Err(violation("the split leaves no training data", "969, 30, 1").into());
         };
         Ok(Corpus {
-            train,
-            valid,
+            train: Part {
+                dataset: train,
+                sizes: training.batch_sizes(),
+                consumed_samples: start.consumed_samples,
+                steps: training.train_iters.saturating_sub(iteration),
+            },
+            valid: valid.map(|dataset| Part {
+                dataset,
+                sizes: BatchSizes {
+                    rampup: None,
+                    ..training.batch_sizes()
+                },
+                consumed_samples: samples(evaluated),
+                steps: evaluations.saturating_sub(evaluated),
+            }),
             tokens: files.iter().map(|file| file.total_tokens()).sum(),
-            train_steps: left,
-            evaluations,
-            start,
-            evaluated: start.iteration as usize / config.data.eval_interval
-                * config.data.eval_iters,
-            global_batch_size: training.global_batch_size,
-            rampup: training.rampup_batch_size,
             prefetch: config.data.prefetch,
         })
     }
@@ -122,9 +136,7 @@ impl Corpus {
 
     /// The training batches of one data-parallel rank.
     pub fn train(&self, share: SamplerConfig) -> burn_megatron::Result<Box<dyn BatchSource>> {
-        let consumed = self.start.consumed_samples;
-        let reader = Reader::new(self.train.clone(), share, self.rampup, consumed)?;
-        reader.batches(self.train_steps as u64, self.prefetch)
+        self.train.batches(share, self.prefetch)
     }
 
     /// The validation batches of one data-parallel rank, where there are any.
@@ -134,12 +146,7 @@ impl Corpus {
     ) -> burn_megatron::Result<Option<Box<dyn BatchSource>>> {
         let valid = self.valid.as_ref();
         valid
-            .map(|valid| {
-                let consumed = (self.evaluated * self.global_batch_size) as u64;
-                let left = self.evaluations.saturating_sub(self.evaluated);
-                let reader = Reader::new(valid.clone(), share, None, consumed)?;
-                reader.batches(left as u64, self.prefetch)
-            })
+            .map(|valid| valid.batches(share, self.prefetch))
             .transpose()
     }
 }

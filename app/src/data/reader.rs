@@ -4,7 +4,7 @@ use super::BatchSource;
 use burn_megatron::data::{
     Prefetch, Sample, Sampler, SamplerConfig, SamplerPosition, TokenDataset,
 };
-use burn_megatron::train::{MicroBatch, RampupBatchSize};
+use burn_megatron::train::{BatchSizes, MicroBatch};
 use burn_megatron::{Error, Result};
 use std::sync::Arc;
 
@@ -12,17 +12,17 @@ use std::sync::Arc;
 pub struct Reader {
     dataset: Arc<dyn TokenDataset>,
     share: SamplerConfig,
-    rampup: Option<RampupBatchSize>,
+    sizes: BatchSizes,
     position: SamplerPosition,
 }
 
 impl Reader {
     /// A reader of what a data-parallel rank takes of each global batch, after so many samples over all
-    /// ranks; the batches are smaller while they grow.
+    /// ranks.
     pub fn new(
         dataset: Arc<dyn TokenDataset>,
         share: SamplerConfig,
-        rampup: Option<RampupBatchSize>,
+        sizes: BatchSizes,
         consumed_samples: u64,
     ) -> Result<Self> {
         // What no step could take is found out now.
@@ -30,7 +30,7 @@ impl Reader {
         Ok(Reader {
             dataset,
             share,
-            rampup,
+            sizes,
             position: SamplerPosition { consumed_samples },
         })
     }
@@ -50,10 +50,9 @@ impl Reader {
 
     /// The next step's.
     fn read(&mut self) -> Result<Vec<MicroBatch>> {
-        let (position, whole) = (self.position, self.share.global_batch_size);
-        let size = |rampup: RampupBatchSize| rampup.size_at(whole, position.consumed_samples);
+        let position = self.position;
         let share = SamplerConfig {
-            global_batch_size: self.rampup.map_or(whole, size),
+            global_batch_size: self.sizes.at(position.consumed_samples),
             ..self.share
         };
         let sampler = Sampler::new(share, self.dataset.len() as u64)?;

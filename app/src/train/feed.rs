@@ -99,12 +99,8 @@ impl Feed {
         if let Some(metrics) = &mut self.metrics {
             metrics.write(&report)?;
         }
-        let skipped = self
-            .history
-            .last
-            .as_ref()
-            .map_or(0, |last| last.skipped_iterations);
-        if report.skipped_iterations > skipped && self.history.last.is_some() {
+        let last = self.history.last.as_ref();
+        if last.is_some_and(|last| report.skipped_iterations > last.skipped_iterations) {
             let line = format!(
                 "warning: the gradients of iteration {} are not finite: it updated nothing, the {}. such",
                 report.iteration, report.skipped_iterations

@@ -11,7 +11,7 @@ use burn::train::renderer::{
     MetricsRendererTraining,
 };
 use burn_megatron::checkpoint::Progress;
-use burn_megatron::train::RampupBatchSize;
+use burn_megatron::train::BatchSizes;
 use std::collections::HashMap;
 use std::io::Write;
 use std::time::Duration;
@@ -26,8 +26,7 @@ pub struct LineConfig {
     pub start: Progress,
     pub train_iters: usize,
     pub log_interval: usize,
-    pub global_batch_size: usize,
-    pub rampup: Option<RampupBatchSize>,
+    pub sizes: BatchSizes,
 }
 
 /// Prints one line per log interval, and one per evaluation.
@@ -91,9 +90,7 @@ impl<W: Write> Lines<W> {
 
     fn step_done(&mut self) {
         self.iteration += 1;
-        let whole = self.config.global_batch_size;
-        let size = |rampup: RampupBatchSize| rampup.size_at(whole, self.consumed);
-        self.consumed += self.config.rampup.map_or(whole, size) as u64;
+        self.consumed += self.config.sizes.at(self.consumed) as u64;
         let seconds = self.value(STEP_TIME);
         let tokens = self.value(TOKENS_PER_SECOND) * seconds;
         let (steps, t, s) = self.since;
@@ -255,8 +252,10 @@ mod tests {
             start: Progress::default(),
             train_iters: 300,
             log_interval: 2,
-            global_batch_size: 16,
-            rampup: None,
+            sizes: BatchSizes {
+                whole: 16,
+                rampup: None,
+            },
         };
         let mut lines = Lines::new(config, Remarks::default(), Vec::new());
         for name in NAMES {

@@ -2,7 +2,6 @@
 
 use super::plan::Plan;
 use crate::units::bytes;
-use burn_megatron::topology::Axis;
 use burn_megatron::train::{MeasuredMemory, RankMemory};
 
 /// As many ranks get a row each; of more, the fullest of each place in the pipeline.
@@ -34,13 +33,7 @@ fn total(memory: &RankMemory) -> u64 {
 /// A row for each rank, what was predicted beside what was counted.
 pub fn table(plan: &Plan, measured: &[MeasuredMemory]) -> Vec<String> {
     let grid = &plan.resolved.layout().grid;
-    let pipelines = grid.groups(&[Axis::Pp]);
-    let place = |rank: usize| {
-        let places = pipelines
-            .iter()
-            .map(|ranks| ranks.iter().position(|r| *r == rank));
-        places.flatten().next().unwrap_or_default()
-    };
+    let place = |rank: usize| grid.coords(rank).pp;
     let ranks: Vec<usize> = match measured.len() <= MOST_ROWS {
         true => (0..measured.len()).collect(),
         false => {

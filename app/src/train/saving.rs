@@ -64,7 +64,7 @@ impl Saving {
     pub fn after_step(&mut self, trainer: &Trainer) -> Result<Vec<Outcome>> {
         let iteration = trainer.progress().iteration;
         let mut outcomes: Vec<Outcome> = self.finished().into_iter().collect();
-        let interval = self.config.save_interval.filter(|interval| *interval > 0);
+        let interval = self.config.save_interval;
         if interval.is_some_and(|interval| iteration.is_multiple_of(interval as u64)) {
             outcomes.extend(self.save(trainer, self.config.async_save)?);
         }
@@ -142,7 +142,7 @@ pub fn stop_agreed(
     };
     let mut all = [mine];
     world.all_reduce(&mut all, ReduceOp::Max)?;
-    let interval = config.exit_interval.filter(|interval| *interval > 0);
+    let interval = config.exit_interval;
     Ok(match all[0] {
         2.0 => Some(Stop::Asked),
         1.0 => Some(Stop::Duration),

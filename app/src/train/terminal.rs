@@ -21,8 +21,7 @@ pub fn renderer(
         start: plan.start,
         train_iters: plan.config.training.train_iters,
         log_interval: plan.config.logging.log_interval,
-        global_batch_size: plan.config.training.global_batch_size,
-        rampup: plan.config.training.rampup_batch_size,
+        sizes: plan.config.training.batch_sizes(),
     };
     Box::new(Lines::new(config, remarks.clone(), std::io::stdout()))
 }

@@ -1,7 +1,7 @@
 //! Reading elements of whole tensors, whoever saved which.
 
 use super::manifest::{Manifest, Piece, SavedTensor, Stored, clipped};
-use super::{BLOCK, Entry, Kind, LATEST, MANIFEST, entries};
+use super::{BLOCK, Kind, LATEST, MANIFEST, entries};
 use crate::error::{Error, ErrorKind, Result};
 use crate::shard::{ParamRecord, ParamSpec};
 use memmap2::Mmap;
@@ -83,6 +83,15 @@ impl Checkpoint {
                 .ok_or_else(|| missing("has no checkpoint".into()))?,
         };
         Checkpoint::open(&found.path)
+    }
+
+    /// The iterations of a run's checkpoints, oldest first.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn iterations(dir: &Path) -> Result<Vec<u64>> {
+        let all = entries(dir).map_err(|e| Error::io(dir, e))?;
+        Ok(all.iter().map(|entry| entry.iteration).collect())
     }
 
     /// The checkpoint in this very directory.
@@ -321,16 +330,5 @@ impl Checkpoint {
             }
         }
         Ok(())
-    }
-}
-
-impl Checkpoint {
-    /// The iterations of a run's checkpoints, oldest first.
-    ///
-    /// # Errors
-    /// If the directory cannot be read.
-    pub fn iterations(dir: &Path) -> Result<Vec<u64>> {
-        let all = entries(dir).map_err(|e| Error::io(dir, e))?;
-        Ok(all.iter().map(|entry: &Entry| entry.iteration).collect())
     }
 }

@@ -1,6 +1,6 @@
 //! What a run is made of, validated as a whole.
 
-use super::{RampupBatchSize, RankMemory, StepVolumes};
+use super::{BatchSizes, RampupBatchSize, RankMemory, StepVolumes};
 use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{Buckets, DataParallelConfig};
 use crate::launch::ProcessGroups;
@@ -324,11 +324,12 @@ impl TrainerConfig {
         })
     }
 
-    /// Samples of the step after so many, over all ranks.
-    pub fn global_batch_size_at(&self, consumed_samples: u64) -> usize {
-        let whole = self.batch.global_batch_size;
-        let rampup = self.rampup_batch_size;
-        rampup.map_or(whole, |rampup| rampup.size_at(whole, consumed_samples))
+    /// The global batch of every step.
+    pub fn batch_sizes(&self) -> BatchSizes {
+        BatchSizes {
+            whole: self.batch.global_batch_size,
+            rampup: self.rampup_batch_size,
+        }
     }
 
     /// That the pipeline's schedule can run every batch on the way to the whole.

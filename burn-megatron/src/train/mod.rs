@@ -16,6 +16,6 @@ pub use config::{BatchConfig, ResolvedConfig, TrainConfig, TrainerConfig};
 pub use generate::Sampling;
 pub use memory::{MeasuredMemory, RankMemory};
 pub use microbatch::{LossSum, MicroBatch};
-pub use rampup::RampupBatchSize;
+pub use rampup::{BatchSizes, RampupBatchSize};
 pub use step::{PipelineRecord, StepOutput, Trainer};
 pub use volume::{StepVolume, StepVolumes};

@@ -31,8 +31,8 @@ impl From<RampupBatchSize> for [usize; 3] {
 }
 
 impl RampupBatchSize {
-    /// The global batch after so many samples, of which `whole` is the last.
-    pub fn size_at(&self, whole: usize, consumed_samples: u64) -> usize {
+    /// The global batch after so many samples, where it grows to `whole`.
+    fn size_at(&self, whole: usize, consumed_samples: u64) -> usize {
         let increments = whole.saturating_sub(self.start) / self.increment.max(1);
         if increments == 0 || consumed_samples > self.samples as u64 {
             return whole;
@@ -71,6 +71,24 @@ impl RampupBatchSize {
             violations.push(Violation::new(rule, [whole.to_string()]));
         }
         violations
+    }
+}
+
+/// The global batch of every step of a training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchSizes {
+    /// From the end of the ramp-up on; always, without one.
+    pub whole: usize,
+    pub rampup: Option<RampupBatchSize>,
+}
+
+impl BatchSizes {
+    /// Samples of the step after so many, over all ranks.
+    pub fn at(&self, consumed_samples: u64) -> usize {
+        let rampup = self.rampup;
+        rampup.map_or(self.whole, |rampup| {
+            rampup.size_at(self.whole, consumed_samples)
+        })
     }
 }
 

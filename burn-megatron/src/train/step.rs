@@ -230,7 +230,7 @@ impl<M: Stage> Trainer<M> {
     /// fails.
     pub fn train_step(&mut self, microbatches: &[MicroBatch]) -> Result<StepOutput> {
         self.context.memory.reset_peak();
-        let samples = self.config.global_batch_size_at(self.consumed_samples);
+        let samples = self.config.batch_sizes().at(self.consumed_samples);
         self.schedule_batch(samples)?;
         let microbatches = self.take(microbatches, &self.schedule)?;
         let loss = self.forward_backward(&microbatches)?;
