@@ -1,5 +1,8 @@
 //! The program as its users meet it: flags, messages, exit codes, files.
 
+mod checkpoints;
+mod schedules;
+
 use assert_cmd::Command;
 use serde_json::Value;
 use std::fs;
@@ -53,11 +56,32 @@ impl Run {
             .collect()
     }
 
+    /// A value of every step.
+    fn numbers(&self, key: &str) -> Vec<f64> {
+        let steps = self.metrics();
+        steps
+            .iter()
+            .map(|step| step[key].as_f64().unwrap())
+            .collect()
+    }
+
     /// The losses' bits.
     fn losses(&self) -> Vec<u32> {
-        let bits = |step: &Value| (step["lm_loss"].as_f64().unwrap() as f32).to_bits();
-        self.metrics().iter().map(bits).collect()
+        let losses = self.numbers("lm_loss").into_iter();
+        losses.map(|loss| (loss as f32).to_bits()).collect()
     }
+}
+
+/// The flags of a model of two layers on a small dataset, and more.
+fn small_corpus(more: &str) -> Vec<String> {
+    let model = "--vocab-size 50304 --num-layers 2 --hidden-size 32 --num-attention-heads 2 \
+                 --seq-length 16 --micro-batch-size 1";
+    let words = model.split_whitespace().chain(more.split_whitespace());
+    let data = [
+        "--data-path".to_string(),
+        fixture("data/small_text_document"),
+    ];
+    data.into_iter().chain(words.map(String::from)).collect()
 }
 
 fn stderr(command: &mut Command, code: i32) -> String {
@@ -92,7 +116,7 @@ fn the_flags_are_those_of_the_list() {
         .flat_map(|c| flags(c))
         .collect();
     let expected: Vec<&str> = expected.lines().collect();
-    assert_eq!(found, expected, "see app/tests/options.txt");
+    assert_eq!(found, expected, "see app/tests/cli/options.txt");
 }
 
 #[test]
@@ -337,75 +361,6 @@ fn a_used_run_directory_is_refused() {
 }
 
 #[test]
-fn a_schedule_is_megatrons_order_as_json() {
-    let args = ["schedule", "--pp", "4", "--micro-batches", "8"];
-    let said = stdout(megatron(&args).args(["--virtual", "2", "--format", "json"]));
-    let ranks: Vec<Vec<Value>> = serde_json::from_str(&said).unwrap();
-    assert_eq!(ranks.len(), 4);
-    let op = |op: &Value| {
-        let kind = op["kind"].as_str().unwrap().to_string();
-        format!("{kind}{}.{}", op["microbatch"], op["chunk"])
-    };
-    let ops: Vec<String> = ranks[3].iter().map(op).collect();
-    assert_eq!(ops.len(), 2 * 8 * 2);
-    // The last rank turns back as soon as its second chunk has a micro batch.
-    let start = [
-        "F0.0", "F1.0", "F2.0", "F3.0", "F0.1", "B0.1", "F1.1", "B1.1",
-    ];
-    assert_eq!(ops[..8], start);
-    let keys: Vec<&String> = ranks[0][0].as_object().unwrap().keys().collect();
-    assert_eq!(keys, ["chunk", "kind", "microbatch"]);
-}
-
-#[test]
-fn a_schedule_that_cannot_be_names_the_nearest_that_can() {
-    let args = ["schedule", "--micro-batches", "6", "--virtual", "2"];
-    let message = stderr(&mut megatron(&args), 2);
-    let nearest = "nearest legal: 4 micro batches, 8 micro batches";
-    for part in [nearest, "help: change --pp, --micro-batches"] {
-        assert!(message.contains(part), "{part}: {message}");
-    }
-    let idle = ["--forward-time", "0", "--backward-time", "0"];
-    let message = stderr(megatron(&["schedule"]).args(idle), 2);
-    assert!(message.contains("nothing to draw"), "{message}");
-    let message = stderr(&mut megatron(&["schedule", "--p2p-time", "-1"]), 2);
-    assert!(message.contains("a time is 0, or"), "{message}");
-    let group = ["--microbatch-group-size-per-virtual-pipeline-stage", "4"];
-    let message = stderr(megatron(&["schedule"]).args(group), 2);
-    assert!(message.contains("1f1b has no groups"), "{message}");
-}
-
-#[test]
-fn a_schedule_is_a_table_with_its_bubble() {
-    let said = stdout(&mut megatron(&["schedule", "--micro-batches", "16"]));
-    assert!(!said.contains('\x1b'), "{said}");
-    for part in [
-        "rank 3  ............F0- B0----- F1- B1-----",
-        "bubble     18.8% of compute time; (p-1)/m = 3/16 = 18.8%",
-        "in flight  at most 4 3 2 1 micro batches",
-    ] {
-        assert!(said.contains(part), "{part}: {said}");
-    }
-}
-
-#[test]
-fn a_schedule_goes_to_a_file() {
-    let dir = tempfile::tempdir().unwrap();
-    for (format, start) in [
-        ("svg", "<svg "),
-        ("chrome", "{\""),
-        ("text", "gpipe: p = 4"),
-    ] {
-        let path = dir.path().join(format);
-        let mut command = megatron(&["schedule", "--schedule", "gpipe", "--format", format]);
-        let said = stdout(command.arg("--output").arg(&path));
-        assert_eq!(said, "");
-        let written = fs::read_to_string(&path).unwrap();
-        assert!(written.starts_with(start), "{format}: {written}");
-    }
-}
-
-#[test]
 fn a_pipeline_follows_megatrons_run_and_leaves_a_trace() {
     let (plain, piped) = (Run::new(), Run::new());
     stdout(&mut fixture_run(&plain));
@@ -458,33 +413,6 @@ fn layers_that_do_not_divide_are_refused_before_the_run() {
     let message = stderr(&mut command, 2);
     assert!(message.contains("3 micro batches of a step"), "{message}");
     assert!(!Path::new(&run.path("run")).exists(), "a folder was made");
-}
-
-#[test]
-fn the_readme_shows_what_the_program_draws() {
-    let shape = ["schedule", "--pp", "4", "--micro-batches", "8"];
-    let halves = [
-        "--virtual",
-        "2",
-        "--forward-time",
-        "0.5",
-        "--backward-time",
-        "1",
-    ];
-    for (name, more) in [("1f1b", &[][..]), ("interleaved", &halves[..])] {
-        let drawn = stdout(megatron(&shape).args(more).args(["--format", "svg"]));
-        let kept = fs::read_to_string(root().join(format!("docs/pipeline-{name}.svg"))).unwrap();
-        assert!(
-            drawn == kept,
-            "docs/pipeline-{name}.svg is an older picture"
-        );
-    }
-    let readme = fs::read_to_string(root().join("README.md")).unwrap();
-    let table = stdout(&mut megatron(&shape));
-    assert!(
-        readme.contains(&table),
-        "the README's table is not:\n{table}"
-    );
 }
 
 #[test]
@@ -573,308 +501,6 @@ fn a_reader_that_goes_away_does_not_end_the_run() {
     assert_eq!(run.losses().len(), 8);
 }
 
-/// The fixture's run with checkpoints in the run's folder.
-fn saving_run(run: &Run, args: &[&str]) -> Command {
-    let mut command = fixture_run(run);
-    command.args(["--save", &run.path("save")]).args(args);
-    command
-}
-
-fn checkpoints(run: &Run) -> Vec<String> {
-    let all = fs::read_dir(run.path("save")).map(|dir| {
-        let names = dir.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        names.collect::<Vec<_>>()
-    });
-    let mut all = all.unwrap_or_default();
-    all.sort();
-    all
-}
-
-#[test]
-fn a_run_that_stops_and_goes_on_is_the_run_that_did_not() {
-    let (whole, half) = (Run::new(), Run::new());
-    stdout(&mut fixture_run(&whole));
-    let said = stdout(&mut saving_run(
-        &half,
-        &[
-            "--save-interval",
-            "2",
-            "--async-save",
-            "--exit-interval",
-            "4",
-        ],
-    ));
-    assert!(
-        said.contains("stopped by --exit-interval at iteration 4 of 8"),
-        "{said}"
-    );
-    assert!(said.contains("saved iteration 2 to "), "{said}");
-    assert_eq!(
-        checkpoints(&half),
-        ["iter_0000002", "iter_0000004", "latest"]
-    );
-    // The command that the run printed, with a folder for this test.
-    let resume = said
-        .lines()
-        .find_map(|line| line.trim().strip_prefix("resume"));
-    let words: Vec<&str> = resume.unwrap().split_whitespace().skip(1).collect();
-    let mut resume = megatron(&words);
-    resume.args([
-        "--no-tui",
-        "--run-dir",
-        &half.path("again"),
-        "--exit-interval",
-        "8",
-    ]);
-    let said = stdout(&mut resume);
-    assert!(said.contains("iteration 5/8"), "{said}");
-    assert_eq!(half.losses(), whole.losses());
-    let rates = |run: &Run| -> Vec<Value> {
-        run.metrics()
-            .iter()
-            .map(|step| step["learning_rate"].clone())
-            .collect()
-    };
-    assert_eq!(rates(&half), rates(&whole));
-}
-
-#[test]
-fn a_load_that_finds_nothing_trains_nothing() {
-    let run = Run::new();
-    let mut command = fixture_run(&run);
-    let message = stderr(command.args(["--load", &run.path("chekpoints")]), 1);
-    assert!(
-        message.contains("chekpoints is not a directory"),
-        "{message}"
-    );
-    assert!(
-        message.contains("--no-exit-on-missing-checkpoint"),
-        "{message}"
-    );
-    assert!(!Path::new(&run.path("run")).exists());
-    let mut command = fixture_run(&run);
-    let said = stdout(command.args([
-        "--load",
-        &run.path("chekpoints"),
-        "--no-exit-on-missing-checkpoint",
-    ]));
-    assert!(said.contains("starting from step 1"), "{said}");
-}
-
-/// A long run on a small dataset that saves after every step, in as many pieces as ranks.
-fn endless_run(run: &Run) -> std::process::Command {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_megatron"));
-    command
-        .current_dir(root())
-        .stdout(std::process::Stdio::null());
-    command.args([
-        "train",
-        "--no-tui",
-        "--train-iters",
-        "100000",
-        "--vocab-size",
-        "50304",
-    ]);
-    command.args(["--data-path", &fixture("data/small_text_document")]);
-    command.args([
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "32",
-        "--num-attention-heads",
-        "2",
-    ]);
-    command.args([
-        "--seq-length",
-        "16",
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "2",
-    ]);
-    command.args([
-        "--world-size",
-        "2",
-        "--use-distributed-optimizer",
-        "--eval-iters",
-        "0",
-    ]);
-    command.args([
-        "--save-interval",
-        "1",
-        "--keep-last",
-        "2",
-        "--save",
-        &run.path("save"),
-    ]);
-    command.args([
-        "--load",
-        &run.path("save"),
-        "--no-exit-on-missing-checkpoint",
-    ]);
-    command
-}
-
-/// Killed at any moment, many of them inside a save, a run goes on from a whole checkpoint, and further.
-#[test]
-fn forty_kills_lose_no_checkpoint() {
-    let run = Run::new();
-    let saved = || fs::read_to_string(run.path("save/latest")).unwrap_or_default();
-    let (mut step, mut moment, mut unfinished) = (0, 12345u64, 0);
-    // From one checkpoint to the next, as fast as it was seen.
-    let mut cycle = std::time::Duration::MAX;
-    for kill in 0..40 {
-        let mut child = endless_run(&run)
-            .args(["--run-dir", &run.path(&format!("run-{kill}"))])
-            .spawn()
-            .unwrap();
-        // A first step, and then some time.
-        let mut next_save = || {
-            let (start, before) = (std::time::Instant::now(), saved());
-            while saved() == before {
-                assert!(start.elapsed().as_secs() < 60, "no step in a minute");
-                assert_eq!(child.try_wait().unwrap(), None, "it ended by itself");
-                std::thread::sleep(std::time::Duration::from_millis(1));
-            }
-            start.elapsed()
-        };
-        next_save();
-        if kill < 3 {
-            next_save();
-            cycle = cycle.min(next_save());
-        }
-        moment = moment
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
-        std::thread::sleep(cycle.mul_f64((moment >> 11) as f64 / (1u64 << 53) as f64));
-        child.kill().unwrap();
-        child.wait().unwrap();
-
-        let left = checkpoints(&run);
-        unfinished += usize::from(left.iter().any(|name| name.ends_with(".writing")));
-        let said = stdout(&mut megatron(&["checkpoint", "verify", &run.path("save")]));
-        assert!(said.contains("every checksum is right"), "{said}");
-        let latest = saved();
-        // A checkpoint that was whole and not yet named is saved a second time, as `iter_N.1`.
-        let reached = latest.trim()["iter_".len()..].split('.').next().unwrap();
-        let reached: u64 = reached.parse().unwrap();
-        assert!(reached > step, "kill {kill}: from step {step} to {reached}");
-        step = reached;
-    }
-    assert!(unfinished >= 5, "only {unfinished} kills met a save");
-}
-
-#[test]
-fn a_signal_makes_one_checkpoint_and_a_clean_exit() {
-    let run = Run::new();
-    let mut command = endless_run(&run);
-    command.args(["--save-interval", "1000000", "--exit-signal-handler"]);
-    command.args(["--metrics-file", &run.path("metrics.jsonl")]);
-    let mut child = command
-        .args(["--run-dir", &run.path("run")])
-        .spawn()
-        .unwrap();
-    let steps = || {
-        let text = fs::read_to_string(run.path("metrics.jsonl")).unwrap_or_default();
-        text.lines().count()
-    };
-    while steps() < 3 {
-        assert_eq!(child.try_wait().unwrap(), None, "it ended by itself");
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
-    let killed = std::process::Command::new("kill")
-        .arg(child.id().to_string())
-        .status();
-    let at = steps();
-    assert!(killed.unwrap().success());
-    assert!(child.wait().unwrap().success());
-    // The step under way, and the one that was about to end as the signal came.
-    let end = steps();
-    assert!(end <= at + 2, "from step {at} to {end}");
-    assert_eq!(
-        checkpoints(&run),
-        [format!("iter_{end:07}"), "latest".to_string()]
-    );
-}
-
-/// A file system that refuses to hold more, by the limit of a file's size.
-#[test]
-fn a_full_disk_ends_no_training_and_no_checkpoint() {
-    let run = Run::new();
-    stdout(&mut saving_run(&run, &["--exit-interval", "2"]));
-    let program = saving_run(&run, &["--load", &run.path("save"), "--save-interval", "2"]);
-    let mut command = Command::new("sh");
-    let limited = "trap '' XFSZ; ulimit -f 1000; exec \"$@\"";
-    command
-        .args(["-c", limited, "sh"])
-        .arg(program.get_program());
-    command
-        .args(program.get_args())
-        .args(["--run-dir", &run.path("again")]);
-    let output = command
-        .current_dir(root())
-        .assert()
-        .code(1)
-        .get_output()
-        .clone();
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert!(
-        said.contains("warning: iteration 4 was not saved"),
-        "{said}"
-    );
-    assert!(said.contains("trained 8 steps"), "{said}");
-    let message = String::from_utf8(output.stderr).unwrap();
-    assert!(message.contains("iteration 8 was not saved"), "{message}");
-    assert_eq!(checkpoints(&run), ["iter_0000002", "latest"]);
-    stdout(&mut megatron(&["checkpoint", "verify", &run.path("save")]));
-    assert_eq!(run.losses().len(), 8);
-}
-
-#[test]
-fn a_checkpoint_is_inspected_verified_and_split_anew() {
-    let run = Run::new();
-    stdout(&mut saving_run(&run, &["--exit-interval", "4"]));
-    let (save, output) = (run.path("save"), run.path("resharded"));
-    let said = stdout(&mut megatron(&["checkpoint", "inspect", &save]));
-    for part in [
-        "step      4, 32 samples, 4 updates of the optimizer, seed 1234",
-        "saved by  tp=2 pp=1 v=1 dp=2; any layout loads it",
-        "weights   210,304 in 52 tensors",
-        "[192, 64] in 2 pieces: weight, exp_avg, exp_avg_sq",
-    ] {
-        assert!(said.contains(part), "{part}: {said}");
-    }
-    let mut command = megatron(&["checkpoint", "reshard", &save, "--output", &output]);
-    command.args([
-        "--pipeline-model-parallel-size",
-        "2",
-        "--data-parallel-size",
-        "3",
-    ]);
-    let said = stdout(&mut command);
-    assert!(said.contains("tp=1 pp=2 dp=3"), "{said}");
-    stdout(&mut megatron(&["checkpoint", "verify", &output]));
-
-    // It goes on as the one that it was made of.
-    let other = Run::new();
-    for (run, from) in [(&run, &save), (&other, &output)] {
-        let mut command = fixture_run(run);
-        stdout(command.args(["--load", from, "--run-dir", &run.path("again")]));
-    }
-    let losses = run.losses();
-    assert_eq!(losses[losses.len() - 4..], other.losses()[..]);
-
-    let file = run.path("save/iter_0000004/rank_00001.safetensors");
-    let mut bytes = fs::read(&file).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    fs::write(&file, bytes).unwrap();
-    let message = stderr(&mut megatron(&["checkpoint", "verify", &save]), 1);
-    for part in ["rank_00001.safetensors at byte", "is damaged"] {
-        assert!(message.contains(part), "{part}: {message}");
-    }
-}
-
 #[test]
 fn a_loss_that_is_no_number_ends_the_run_or_is_counted() {
     let (stopped, counted) = (Run::new(), Run::new());
@@ -903,111 +529,17 @@ fn a_loss_that_is_no_number_ends_the_run_or_is_counted() {
     assert_eq!(steps[7]["skipped_iterations"], 6);
 }
 
-/// Public report: torchtitan #811 (the loader's place is lost when the data-parallel size changes).
-#[test]
-fn fewer_ranks_go_on_with_the_samples_that_were_next() {
-    let train = |run: &Run, args: &[&str]| {
-        let mut command = run.command(&["--data-path", &fixture("data/small_text_document")]);
-        command.args([
-            "--vocab-size",
-            "50304",
-            "--train-iters",
-            "6",
-            "--lr",
-            "1e-3",
-        ]);
-        command.args([
-            "--num-layers",
-            "2",
-            "--hidden-size",
-            "32",
-            "--num-attention-heads",
-            "2",
-        ]);
-        command.args([
-            "--seq-length",
-            "16",
-            "--micro-batch-size",
-            "1",
-            "--global-batch-size",
-            "4",
-        ]);
-        command.args(["--eval-interval", "3", "--eval-iters", "2"]);
-        stdout(command.args(args))
-    };
-    let (four, two) = (Run::new(), Run::new());
-    let save = four.path("save");
-    let stop = [
-        "--save",
-        &save,
-        "--exit-interval",
-        "3",
-        "--use-distributed-optimizer",
-    ];
-    train(&four, &[&["--world-size", "4"], &stop[..]].concat());
-    let dir = four.path("again");
-    let on = ["--world-size", "2", "--load", &save, "--run-dir", &dir];
-    let went_on = train(&four, &on);
-    let whole = train(&two, &["--world-size", "2"]);
-    let losses = |run: &Run| -> Vec<f64> {
-        let steps = run.metrics();
-        steps
-            .iter()
-            .map(|step| step["lm_loss"].as_f64().unwrap())
-            .collect()
-    };
-    let (four, two) = (losses(&four), losses(&two));
-    assert_eq!(four.len(), 6);
-    for (four, two) in four.iter().zip(&two) {
-        assert!((four - two).abs() < 1e-5, "{four} {two}");
-    }
-    // The evaluation after the last step looks at the batches that it would have looked at.
-    let validation = |said: &str| -> String {
-        let lines = said
-            .lines()
-            .filter(|line| line.starts_with("validation after iteration 6"));
-        lines.collect()
-    };
-    assert!(!validation(&whole).is_empty());
-    assert_eq!(validation(&went_on), validation(&whole));
-}
-
 #[test]
 fn batches_grow_at_any_layout_and_over_a_stop() {
     let train = |run: &Run, args: &[&str]| -> (Vec<u64>, Vec<f64>) {
-        let mut command = run.command(&["--data-path", &fixture("data/small_text_document")]);
-        command.args([
-            "--vocab-size",
-            "50304",
-            "--train-iters",
-            "6",
-            "--lr",
-            "1e-3",
-        ]);
-        command.args([
-            "--num-layers",
-            "2",
-            "--hidden-size",
-            "32",
-            "--num-attention-heads",
-            "2",
-        ]);
-        command.args([
-            "--seq-length",
-            "16",
-            "--micro-batch-size",
-            "1",
-            "--global-batch-size",
-            "8",
-        ]);
-        command.args(["--rampup-batch-size", "2", "2", "8", "--eval-iters", "1"]);
+        let words = small_corpus(
+            "--train-iters 6 --lr 1e-3 --global-batch-size 8 --rampup-batch-size 2 2 8 --eval-iters 1",
+        );
+        let mut command = run.command(&[]);
+        command.args(words);
         stdout(command.args(args));
-        let steps = run.metrics();
-        let consumed = steps
-            .iter()
-            .map(|step| step["consumed_samples"].as_u64().unwrap());
-        let losses = steps.iter().map(|step| step["lm_loss"].as_f64().unwrap());
-        (consumed.collect(), losses.collect())
+        let consumed = run.numbers("consumed_samples").into_iter();
+        (consumed.map(|n| n as u64).collect(), run.numbers("lm_loss"))
     };
     let (one, four) = (Run::new(), Run::new());
     let (consumed, losses) = train(&one, &[]);
