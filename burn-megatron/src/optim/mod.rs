@@ -3,10 +3,9 @@
 mod config;
 mod optimizer;
 mod schedule;
+mod weight_decay;
 
 pub use config::{OptimizerConfig, OptimizerKind};
 pub use optimizer::{AdamWConfig, Optimizer, Rule, SgdConfig};
-pub use schedule::{
-    LrDecayStyle, LrSchedule, LrScheduleConfig, Warmup, WeightDecayIncrStyle, WeightDecaySchedule,
-    WsdDecayStyle,
-};
+pub use schedule::{LrDecayStyle, LrSchedule, LrScheduleConfig, Warmup, WsdDecayStyle};
+pub use weight_decay::{WeightDecayIncrStyle, WeightDecaySchedule};

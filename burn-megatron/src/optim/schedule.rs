@@ -192,43 +192,6 @@ fn warmup_samples(config: &LrScheduleConfig, decay_iters: u64, global_batch_size
     }
 }
 
-/// How weight decay grows over the training. Megatron's `get_wd`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum WeightDecayIncrStyle {
-    /// Not at all.
-    #[default]
-    Constant,
-    Linear,
-    Cosine,
-}
-
-/// Weight decay as a function of the samples seen.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct WeightDecaySchedule {
-    pub start: f64,
-    pub end: f64,
-    pub style: WeightDecayIncrStyle,
-    /// Samples after which it is `end`.
-    pub samples: u64,
-}
-
-impl WeightDecaySchedule {
-    /// The decay of the iteration that starts after `consumed_samples` samples.
-    pub fn weight_decay(&self, consumed_samples: u64) -> f64 {
-        if consumed_samples >= self.samples {
-            return self.end;
-        }
-        let ratio = consumed_samples as f64 / self.samples as f64;
-        let height = match self.style {
-            WeightDecayIncrStyle::Constant => return self.end,
-            WeightDecayIncrStyle::Linear => ratio,
-            WeightDecayIncrStyle::Cosine => 0.5 * ((PI * (1.0 - ratio)).cos() + 1.0),
-        };
-        self.start + height * (self.end - self.start)
-    }
-}
-
 fn rate_violations(config: &LrScheduleConfig) -> Vec<Violation> {
     let lr = config.lr;
     let is_rate = |rate: f64| rate.is_finite() && rate >= 0.0;
@@ -424,24 +387,6 @@ mod tests {
         };
         let error = LrSchedule::new(&config, 20, 1).unwrap_err().to_string();
         assert!(error.contains("lr_wsd_decay_iters"), "{error}");
-    }
-
-    #[test]
-    fn weight_decay_grows_as_asked() {
-        let at = |style, samples| {
-            WeightDecaySchedule {
-                start: 0.1,
-                end: 0.5,
-                style,
-                samples: 100,
-            }
-            .weight_decay(samples)
-        };
-        assert_eq!(at(WeightDecayIncrStyle::Constant, 0), 0.5);
-        assert!((at(WeightDecayIncrStyle::Linear, 25) - 0.2).abs() < 1e-12);
-        assert!((at(WeightDecayIncrStyle::Cosine, 50) - 0.3).abs() < 1e-12);
-        assert_eq!(at(WeightDecayIncrStyle::Cosine, 0), 0.1);
-        assert_eq!(at(WeightDecayIncrStyle::Linear, 101), 0.5);
     }
 
     #[test]

@@ -1,8 +1,11 @@
 //! What a rank's memory goes to, predicted from the configuration: plain arithmetic; and what was
 //! measured of it.
 
-use super::ResolvedConfig;
+use super::{ResolvedConfig, Trainer};
+use crate::comm::all_gather_values;
+use crate::error::Result;
 use crate::layers::{Activation, Recompute};
+use crate::models::Stage;
 use crate::pipeline::Kind;
 use crate::topology::StageLayers;
 
@@ -177,6 +180,44 @@ impl<'a> KeptValues<'a> {
             bytes += I64 * self.tokens;
         }
         bytes + F32 * values
+    }
+}
+
+impl<M: Stage> Trainer<M> {
+    /// What this rank's memory went to, as of the last step; `None` where the program does not count
+    /// ([`CountingAllocator`](crate::memory::CountingAllocator)).
+    pub fn memory(&self) -> Option<&MeasuredMemory> {
+        self.memory.as_ref()
+    }
+
+    /// [`memory`](Trainer::memory) of every rank, in rank order. Every rank calls it.
+    ///
+    /// # Errors
+    /// If another rank fails.
+    pub fn memory_of_all(&self) -> Result<Option<Vec<MeasuredMemory>>> {
+        let MeasuredMemory { parts, peak } = self.memory.unwrap_or_default();
+        let RankMemory {
+            weights,
+            gradients,
+            optimizer,
+            activations,
+        } = parts;
+        let mine = [weights, gradients, optimizer, activations, peak];
+        let all = all_gather_values(&*self.context.groups.world.comm, mine)?;
+        let all = all
+            .into_iter()
+            .map(
+                |[weights, gradients, optimizer, activations, peak]| MeasuredMemory {
+                    parts: RankMemory {
+                        weights,
+                        gradients,
+                        optimizer,
+                        activations,
+                    },
+                    peak,
+                },
+            );
+        Ok(self.memory.is_some().then(|| all.collect()))
     }
 }
 

@@ -3,7 +3,6 @@
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use super::passes::{ForwardPasses, GradientSums, Passed, Passes, Step};
 use super::{MeasuredMemory, RankMemory, ResolvedConfig, TrainerConfig};
-use crate::comm::all_gather_values;
 use crate::comm::background::Background;
 use crate::dropout::PassContext;
 use crate::error::{Error, ErrorKind, Result, Violation};
@@ -64,7 +63,7 @@ pub struct Trainer<M = GptModel> {
     background: Option<Arc<Background>>,
     arriving: Option<OverlappedGather>,
     last_step: PipelineRecord,
-    memory: Option<MeasuredMemory>,
+    pub(super) memory: Option<MeasuredMemory>,
 }
 
 /// What this rank did in the pipeline in one step.
@@ -182,42 +181,6 @@ impl<M: Stage> Trainer<M> {
     /// What this rank did in the pipeline in the last step.
     pub fn last_step(&self) -> &PipelineRecord {
         &self.last_step
-    }
-
-    /// What this rank's memory went to, as of the last step; `None` where the program does not count
-    /// ([`CountingAllocator`](crate::memory::CountingAllocator)).
-    pub fn memory(&self) -> Option<&MeasuredMemory> {
-        self.memory.as_ref()
-    }
-
-    /// [`memory`](Trainer::memory) of every rank, in rank order. Every rank calls it.
-    ///
-    /// # Errors
-    /// If another rank fails.
-    pub fn memory_of_all(&self) -> Result<Option<Vec<MeasuredMemory>>> {
-        let MeasuredMemory { parts, peak } = self.memory.unwrap_or_default();
-        let RankMemory {
-            weights,
-            gradients,
-            optimizer,
-            activations,
-        } = parts;
-        let mine = [weights, gradients, optimizer, activations, peak];
-        let all = all_gather_values(&*self.context.groups.world.comm, mine)?;
-        let all = all
-            .into_iter()
-            .map(
-                |[weights, gradients, optimizer, activations, peak]| MeasuredMemory {
-                    parts: RankMemory {
-                        weights,
-                        gradients,
-                        optimizer,
-                        activations,
-                    },
-                    peak,
-                },
-            );
-        Ok(self.memory.is_some().then(|| all.collect()))
     }
 
     /// One optimizer step over this data-parallel rank's share of the global batch. Every rank calls
