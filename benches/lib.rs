@@ -4,7 +4,7 @@ use burn_megatron::Result;
 use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
 use burn_megatron::models::gpt::GptConfig;
-use burn_megatron::optim::OptimizerConfig;
+use burn_megatron::optim::{MixedPrecisionConfig, OptimizerConfig};
 use burn_megatron::topology::ParallelConfig;
 use burn_megatron::train::{
     BatchConfig, MeasuredMemory, MicroBatch, ResolvedConfig, TrainConfig, Trainer,
@@ -68,6 +68,7 @@ impl StepCase {
             train_iters: 1000,
             seed: 1,
             calculate_per_token_loss: true,
+            mixed_precision: MixedPrecisionConfig::default(),
             check_for_nan_in_loss_and_grad: true,
         };
         config.resolve().expect("the case is a legal configuration")

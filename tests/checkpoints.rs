@@ -12,10 +12,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A folder of its own, removed at the end.
-struct Scratch(PathBuf);
+pub struct Scratch(pub PathBuf);
 
 impl Scratch {
-    fn new(name: &str) -> Self {
+    pub fn new(name: &str) -> Self {
         let dir = std::env::temp_dir().join(format!("megatron-{name}-{}", std::process::id()));
         let _ = fs::remove_dir_all(&dir);
         fs::create_dir_all(&dir).expect("a folder");
@@ -90,7 +90,7 @@ fn train(
 }
 
 /// Every whole tensor of a checkpoint.
-fn whole(dir: &Path) -> BTreeMap<(Kind, String), Vec<f32>> {
+pub fn whole(dir: &Path) -> BTreeMap<(Kind, String), Vec<f32>> {
     let checkpoint = Checkpoint::find(dir, None).expect("a checkpoint");
     assert_eq!(checkpoint.verify(), []);
     let tensors = checkpoint.manifest().tensors.iter();

@@ -5,6 +5,7 @@ use burn::tensor::Tensor;
 use burn_megatron::comm::counted::Collective;
 use burn_megatron::launch::ProcessGroup;
 use burn_megatron::layers::{Recompute, RecomputeMethod};
+use burn_megatron::optim::MixedPrecisionConfig;
 use burn_megatron::prelude::*;
 use burn_megatron::topology::Axis;
 use burn_megatron::train::StepVolume;
@@ -209,7 +210,15 @@ fn a_step_communicates_exactly_what_was_predicted() {
             overlap: (dp > 1, dp > 1),
             ..distributed
         };
-        for run in [plain, distributed, overlapped] {
+        let halved = Run {
+            mixed_precision: MixedPrecisionConfig {
+                bf16: true,
+                ..MixedPrecisionConfig::default()
+            },
+            grad_reduce_in_bf16: dp > 1,
+            ..overlapped
+        };
+        for run in [plain, distributed, overlapped, halved] {
             let config = run.config();
             let (steps, ends) = run
                 .train(|rank, trainer| {
@@ -282,6 +291,19 @@ fn a_step_communicates_exactly_what_was_predicted() {
     assert_eq!(volumes.pp.calls, 4 * 3);
     assert_eq!(volumes.pp.bytes, 4 * 3 * 4 * 32 * 2 * 64);
     assert_eq!(volumes.embedding.bytes, 4 * 128 * 64);
+    let bf16 = Run {
+        mixed_precision: MixedPrecisionConfig {
+            bf16: true,
+            ..MixedPrecisionConfig::default()
+        },
+        ..Run::at(2, 1)
+    };
+    let volumes = bf16.config().step_volumes(0);
+    // The loss is reduced in f32.
+    assert_eq!(
+        volumes.tp.bytes,
+        4 * (2 * 18 * 32 * 2 * 64 + 4 * 3 * 32 * 2)
+    );
 }
 
 #[test]

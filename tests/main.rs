@@ -8,5 +8,6 @@ mod launching;
 mod layers;
 mod mappings;
 mod memory;
+mod mixed_precision;
 mod own_model;
 mod pipeline;

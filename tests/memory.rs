@@ -1,6 +1,7 @@
 //! What a rank's memory goes to, against what the configuration predicts.
 
 use burn_megatron::memory::CountingAllocator;
+use burn_megatron::optim::MixedPrecisionConfig;
 use burn_megatron::prelude::*;
 use burn_megatron::train::{MeasuredMemory, RankMemory};
 use megatron_tests::Run;
@@ -48,6 +49,16 @@ fn memory(run: Run, samples: usize) -> Vec<(RankMemory, MeasuredMemory)> {
     ranks.expect("ranks")
 }
 
+fn in_16_bits(run: Run) -> Run {
+    Run {
+        mixed_precision: MixedPrecisionConfig {
+            bf16: true,
+            ..MixedPrecisionConfig::default()
+        },
+        ..run
+    }
+}
+
 /// Three samples in place of one: what the graphs' nodes take cancels, what stays is values. Sequence
 /// parallelism divides what plain tensor parallelism replicates; full recomputation keeps one input for
 /// each layer.
@@ -93,6 +104,15 @@ fn graphs_keep_what_was_predicted() {
             recompute: UNIFORM,
             ..sequence_parallel.with_pipeline(2, 1)
         },
+        in_16_bits(base),
+        in_16_bits(Run {
+            dropout: 0.1,
+            ..sequence_parallel
+        }),
+        in_16_bits(Run {
+            llama: true,
+            ..Run::at(2, 1).with_pipeline(2, 1)
+        }),
         base.with_pipeline(2, 1),
         base.with_pipeline(2, 2),
         base.with_pipeline(4, 1),
@@ -102,10 +122,11 @@ fn graphs_keep_what_was_predicted() {
             let want = three.0.activations - one.0.activations;
             let got = three.1.parts.activations - one.1.parts.activations;
             let what = format!(
-                "{} dropout {} {:?}",
+                "{} dropout {} {:?} bf16 {}",
                 run.layout(),
                 run.dropout,
-                run.recompute
+                run.recompute,
+                run.mixed_precision.bf16
             );
             assert!(
                 got.abs_diff(want) <= want / 1000 + 4096,
@@ -117,7 +138,8 @@ fn graphs_keep_what_was_predicted() {
 
 #[test]
 fn weights_gradients_and_optimizer_take_what_was_predicted() {
-    for run in [Run::at(1, 1), Run::at(2, 1).with_pipeline(2, 1)] {
+    let base = Run::at(1, 1);
+    for run in [base, base.with_pipeline(2, 1), in_16_bits(base)] {
         for (predicted, measured) in memory(run, 1) {
             let (got, want) = (measured.parts, predicted);
             assert_eq!(got.gradients, want.gradients);

@@ -6,6 +6,7 @@ use crate::error::{Failure, Result};
 use crate::say::say;
 use crate::units::{bytes, grouped};
 use burn_megatron::checkpoint::{Checkpoint, Kind, SaveTo, SavedTensor, Saver};
+use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
 use burn_megatron::train::{LoadOptions, ResolvedConfig, Trainer};
 
@@ -164,7 +165,10 @@ fn resharded(checkpoint: &Checkpoint, args: &ReshardArgs) -> Result<ResolvedConf
         world_size: Some(tp * pp * dp),
         ..Default::default()
     };
-    config.data_parallel.use_distributed_optimizer = dp > 1;
+    config.data_parallel = DataParallelConfig {
+        use_distributed_optimizer: dp > 1,
+        ..DataParallelConfig::default()
+    };
     config.training.micro_batch_size = 1;
     config.training.global_batch_size = dp;
     Ok(config.train_config(vocab_size).resolve()?)

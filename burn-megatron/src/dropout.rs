@@ -3,7 +3,7 @@
 //! element's index in the whole tensor of the global batch.
 
 use crate::random;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 
 /// Where one forward pass stands in the run: what its dropout masks depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,8 +108,13 @@ impl HiddenDropout {
             let index = (sample * (s * self.parts) as u64 + position) * h as u64;
             keep.fill(index, factors);
         }
-        let factors = Tensor::from_data(TensorData::new(factors, [s, b, h]), &x.device());
-        x * factors
+        let factors = TensorData::new(factors, [s, b, h]);
+        let factors = Tensor::from_data(factors, (&x.device(), DType::F32));
+        match x.dtype() {
+            DType::F32 => x * factors,
+            // The product alone is rounded: a factor of 1/(1 - p) in 16 bits would be another p's.
+            dtype => (x.cast(FloatDType::F32) * factors).cast(FloatDType::from(dtype)),
+        }
     }
 }
 

@@ -23,6 +23,7 @@ pub mod memory;
 pub mod models;
 pub mod optim;
 pub mod pipeline;
+mod precision;
 pub mod prelude;
 pub mod random;
 pub mod shard;
@@ -31,3 +32,4 @@ pub mod train;
 
 pub use error::{Error, ErrorKind, Result, Violation};
 pub use memory::keep_freed_memory;
+pub use precision::Precision;

@@ -44,8 +44,8 @@ pub enum Command {
 #[derive(Debug, Default, Args)]
 #[command(args_override_self = true)]
 pub struct TrainArgs {
-    /// TOML file with the sections model, parallel, data_parallel, training, optimizer,
-    /// checkpoint, data, logging and generate;
+    /// TOML file with the sections model, parallel, data_parallel, mixed_precision, training,
+    /// optimizer, checkpoint, data, logging and generate;
     /// flags override it, and what neither says keeps its default
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -55,6 +55,8 @@ pub struct TrainArgs {
     parallel: model::ParallelArgs,
     #[command(flatten)]
     data_parallel: model::DataParallelArgs,
+    #[command(flatten)]
+    mixed_precision: training::MixedPrecisionArgs,
     #[command(flatten)]
     training: training::TrainingArgs,
     #[command(flatten)]
@@ -75,6 +77,7 @@ impl TrainArgs {
         self.model.apply(&mut config.model);
         self.parallel.apply(&mut config.parallel);
         self.data_parallel.apply(&mut config.data_parallel);
+        self.mixed_precision.apply(&mut config.mixed_precision);
         self.training.apply(&mut config.training);
         self.optimizer.apply(&mut config.optimizer);
         self.checkpoint.apply(&mut config.checkpoint);

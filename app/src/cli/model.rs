@@ -252,6 +252,9 @@ pub struct DataParallelArgs {
     /// with --use-distributed-optimizer
     #[arg(long)]
     overlap_param_gather: bool,
+    /// Gradients travel between the data-parallel ranks in bf16, at half the bytes; with --bf16
+    #[arg(long)]
+    grad_reduce_in_bf16: bool,
 }
 
 impl DataParallelArgs {
@@ -260,5 +263,6 @@ impl DataParallelArgs {
         set(&mut config.ddp_bucket_size, &self.ddp_bucket_size);
         config.overlap_grad_reduce |= self.overlap_grad_reduce;
         config.overlap_param_gather |= self.overlap_param_gather;
+        config.grad_reduce_in_bf16 |= self.grad_reduce_in_bf16;
     }
 }

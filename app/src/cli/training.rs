@@ -3,7 +3,8 @@
 use super::{by_name, set, set_some};
 use crate::config::TrainingConfig;
 use burn_megatron::optim::{
-    LrDecayStyle, OptimizerConfig, OptimizerKind, WeightDecayIncrStyle, WsdDecayStyle,
+    LrDecayStyle, MixedPrecisionConfig, OptimizerConfig, OptimizerKind, WeightDecayIncrStyle,
+    WsdDecayStyle,
 };
 use clap::Args;
 use std::path::PathBuf;
@@ -77,6 +78,47 @@ impl TrainingArgs {
         training.check_for_nan_in_loss_and_grad &= !self.no_check_for_nan_in_loss_and_grad;
         set_some(&mut training.init_weights, &self.init_weights);
         set_some(&mut training.save_weights, &self.save_weights);
+    }
+}
+
+/// Which numbers the model computes with.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Mixed precision")]
+pub struct MixedPrecisionArgs {
+    /// Weights, activations and what ranks exchange of both in bf16; gradients are summed and weights updated
+    /// in f32. On a CPU it saves memory, not time
+    #[arg(long)]
+    bf16: bool,
+    /// The same in fp16, with a loss scale that follows the gradients
+    #[arg(long)]
+    fp16: bool,
+    /// A loss scale that stays as it is, with --fp16
+    #[arg(long, value_name = "X")]
+    loss_scale: Option<f64>,
+    /// Loss scale at the start: too high, and the first steps, whose gradients overflow, bring it down
+    /// [default: 4294967296]
+    #[arg(long, value_name = "X")]
+    initial_loss_scale: Option<f64>,
+    /// The least loss scale: gradients that overflow there end the run [default: 1]
+    #[arg(long, value_name = "X")]
+    min_loss_scale: Option<f64>,
+    /// Steps without an overflow after which the loss scale doubles [default: 1000]
+    #[arg(long, value_name = "N")]
+    loss_scale_window: Option<u32>,
+    /// Overflows before the loss scale halves [default: 2]
+    #[arg(long, value_name = "N")]
+    hysteresis: Option<u32>,
+}
+
+impl MixedPrecisionArgs {
+    pub fn apply(&self, config: &mut MixedPrecisionConfig) {
+        config.bf16 |= self.bf16;
+        config.fp16 |= self.fp16;
+        set_some(&mut config.loss_scale, &self.loss_scale);
+        set(&mut config.initial_loss_scale, &self.initial_loss_scale);
+        set(&mut config.min_loss_scale, &self.min_loss_scale);
+        set(&mut config.loss_scale_window, &self.loss_scale_window);
+        set(&mut config.hysteresis, &self.hysteresis);
     }
 }
 

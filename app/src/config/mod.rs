@@ -15,7 +15,7 @@ use crate::cli::TrainArgs;
 use crate::error::Result;
 use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::models::gpt::GptConfig;
-use burn_megatron::optim::OptimizerConfig;
+use burn_megatron::optim::{MixedPrecisionConfig, OptimizerConfig};
 use burn_megatron::topology::ParallelConfig;
 use burn_megatron::train::{BatchConfig, TrainConfig};
 use serde::{Deserialize, Serialize};
@@ -27,6 +27,7 @@ pub struct RunConfig {
     pub model: GptConfig,
     pub parallel: ParallelConfig,
     pub data_parallel: DataParallelConfig,
+    pub mixed_precision: MixedPrecisionConfig,
     pub training: TrainingConfig,
     pub optimizer: OptimizerConfig,
     pub checkpoint: CheckpointConfig,
@@ -53,6 +54,7 @@ impl RunConfig {
             model: self.model.clone(),
             parallel: self.parallel.clone(),
             data_parallel: self.data_parallel,
+            mixed_precision: self.mixed_precision,
             batch: BatchConfig {
                 seq_length: training.seq_length,
                 micro_batch_size: training.micro_batch_size,

@@ -6,7 +6,8 @@ use super::plan::Plan;
 use crate::data::RunData;
 use crate::say::say;
 use crate::units::grouped;
-use burn_megatron::optim::LrDecayStyle;
+use burn_megatron::Precision;
+use burn_megatron::optim::{LrDecayStyle, MixedPrecisionConfig};
 
 /// Prints the resolved configuration, compactly; the whole of it stands in the run's config.toml.
 pub fn print(plan: &Plan) {
@@ -52,8 +53,12 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
         ),
         ("data", data(plan)),
     ];
+    if let Some(numbers) = numbers(&config.mixed_precision) {
+        lines.insert(1, ("numbers", numbers));
+    }
     if let Some(pipeline) = pipeline::planned(plan) {
-        lines.insert(2, ("pipeline", pipeline));
+        let grid = lines.iter().position(|(name, _)| *name == "grid");
+        lines.insert(grid.map_or(0, |at| at + 1), ("pipeline", pipeline));
     }
     let start = match (&plan.load, &training.init_weights) {
         (Some(checkpoint), _) => format!(
@@ -73,6 +78,19 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
     lines.push(("memory", memory::planned(plan)));
     lines.push(("run dir", plan.run_dir.display().to_string()));
     lines
+}
+
+/// What is not in f32.
+fn numbers(mixed: &MixedPrecisionConfig) -> Option<String> {
+    let scale = match (mixed.fp16, mixed.loss_scale) {
+        (false, _) => String::new(),
+        (true, Some(scale)) => format!(", loss scale {scale}"),
+        (true, None) => format!(", loss scale {} at first", mixed.initial_loss_scale),
+    };
+    let name = mixed.precision().name();
+    let rest = "master weights, gradient sums and optimizer fp32";
+    (mixed.precision() != Precision::Fp32)
+        .then(|| format!("weights and activations {name}{scale}; {rest}"))
 }
 
 /// The style's name as the flags spell it.

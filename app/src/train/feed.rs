@@ -99,12 +99,18 @@ impl Feed {
         if let Some(metrics) = &mut self.metrics {
             metrics.write(&report)?;
         }
-        let last = self.history.last.as_ref();
-        if last.is_some_and(|last| report.skipped_iterations > last.skipped_iterations) {
-            let line = format!(
-                "warning: the gradients of iteration {} are not finite: it updated nothing, the {}. such",
-                report.iteration, report.skipped_iterations
-            );
+        if !report.grad_norm.is_finite() {
+            let (iteration, skipped) = (report.iteration, report.skipped_iterations);
+            let line = match report.loss_scale {
+                Some(scale) => format!(
+                    "iteration {iteration} updated nothing: its gradients overflow at a loss scale of {scale} \
+                     ({skipped} so far)"
+                ),
+                None => format!(
+                    "warning: the gradients of iteration {iteration} are not finite: it updated nothing, the \
+                     {skipped}. such"
+                ),
+            };
             self.remark(vec![line]);
         }
         self.history.speeds.push(report.tokens_per_second);
@@ -231,6 +237,7 @@ mod tests {
                 learning_rate: 1e-4 / 3.0,
                 consumed_samples: 8,
                 skipped_iterations: 0,
+                loss_scale: None,
                 tokens_per_second: 1234.5,
                 step_time_s: 0.01,
             };

@@ -35,6 +35,9 @@ pub struct StepReport {
     /// Steps so far that updated nothing, for gradients that were not finite.
     #[serde(default)]
     pub skipped_iterations: u64,
+    /// What the step's loss was multiplied by, under fp16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
     /// Tokens of the global batch over the step's time.
     pub tokens_per_second: f64,
     /// Wall time of the step, waiting for data included.

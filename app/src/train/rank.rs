@@ -317,6 +317,7 @@ fn train_step(trainer: &mut Trainer, batches: &mut dyn BatchSource) -> Result<St
         learning_rate: step.learning_rate,
         consumed_samples: step.consumed_samples,
         skipped_iterations: step.skipped_iterations,
+        loss_scale: step.loss_scale,
         tokens_per_second: step.tokens as f64 / step_time_s,
         step_time_s,
     })

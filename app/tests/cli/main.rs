@@ -530,6 +530,53 @@ fn a_loss_that_is_no_number_ends_the_run_or_is_counted() {
 }
 
 #[test]
+fn sixteen_bits_train_and_their_loss_scale_is_said() {
+    let (plain, bf16, fp16) = (Run::new(), Run::new(), Run::new());
+    let layout = ["--world-size", "2", "--tensor-model-parallel-size", "2"];
+    stdout(fixture_run(&plain).args(layout));
+    let said = stdout(fixture_run(&bf16).args(layout).arg("--bf16"));
+    for part in [
+        "numbers   weights and activations bf16;",
+        "weights 222.72 kB",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let pairs = plain.numbers("lm_loss").into_iter();
+    for (a, b) in pairs.zip(bf16.numbers("lm_loss")) {
+        assert!(a != b && (a - b).abs() < 0.002, "{a} {b}");
+    }
+    let high = ["--fp16", "--initial-loss-scale", "67108864"];
+    let said = stdout(fixture_run(&fp16).args(layout).args(high));
+    let first = "iteration 1 updated nothing: its gradients overflow at a loss scale of 67108864";
+    assert!(said.contains(first), "{said}");
+    let steps = fp16.metrics();
+    assert_eq!(steps[0]["skipped_iterations"], 1);
+    assert_eq!(steps[2]["loss_scale"], 33554432.0);
+
+    let high = [
+        "--min-loss-scale",
+        "67108864",
+        "--initial-loss-scale",
+        "67108864",
+    ];
+    let message = stderr(fixture_run(&fp16).arg("--fp16").args(high), 1);
+    assert!(
+        message.contains("at a loss scale of 67108864 that cannot fall"),
+        "{message}"
+    );
+    let wrong = ["--fp16", "--bf16", "--hysteresis", "0"];
+    let message = stderr(fixture_run(&fp16).args(wrong), 2);
+    for part in ["bf16 and fp16 exclude each other", "hysteresis is 0"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    let message = stderr(fixture_run(&fp16).arg("--grad-reduce-in-bf16"), 2);
+    assert!(
+        message.contains("grad_reduce_in_bf16 goes with bf16, not with fp32"),
+        "{message}"
+    );
+}
+
+#[test]
 fn batches_grow_at_any_layout_and_over_a_stop() {
     let train = |run: &Run, args: &[&str]| -> (Vec<u64>, Vec<f64>) {
         let words = small_corpus(

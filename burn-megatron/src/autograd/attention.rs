@@ -2,12 +2,12 @@
 //!
 //! Shapes: `n` heads of keys and values of all samples, `r` query heads for each, `s` sequence, `d` head
 //! width. Megatron's `transformer/dot_product_attention.py`; saved for the backward: `q`, `k`, `v` and,
-//! unless they are recomputed, the probabilities `[n, r s, s]`.
+//! unless they are recomputed, the probabilities `[n, r s, s]`. Scores and softmax are computed in f32.
 //!
 //! The query heads that share a head of keys and values stand one below the other in one matrix: one
 //! product serves them all, and its transpose sums their gradients.
 
-use super::ParallelOps;
+use super::{ParallelOps, narrowed, widened};
 use crate::dropout::AttentionDropout;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -61,20 +61,22 @@ pub(super) fn forward<B: Backend>(
 
 fn probabilities<B: Backend>(q: FloatTensor<B>, k: FloatTensor<B>, scale: f64) -> FloatTensor<B> {
     let (rows, s) = (q.shape()[1], k.shape()[1]);
-    let device = q.device();
+    let (device, dtype) = (q.device(), q.dtype());
+    let (q, k) = (widened::<B>(q), widened::<B>(k));
     let scores = B::float_mul_scalar(B::float_matmul(q, B::float_transpose(k)), scale.into());
     let later: Vec<bool> = (0..rows * s).map(|i| i % s > i / s % s).collect();
     let later = B::bool_from_data(TensorData::new(later, [1, rows, s]), &device);
     let later = B::bool_expand(later, scores.shape());
     let scores = B::float_mask_fill(scores, later, MASKED_SCORE.into());
-    B::softmax(scores, 2)
+    narrowed::<B>(B::softmax(scores, 2), dtype)
 }
 
 /// `x [n, r s, s]` with the dropout's mask applied.
 fn dropped<B: Backend>(x: FloatTensor<B>, dropout: Option<AttentionDropout>) -> FloatTensor<B> {
     let Some(dropout) = dropout else { return x };
-    let (n, s, device) = (x.shape()[0], x.shape()[2], x.device());
-    B::float_mul(x, B::float_from_data(dropout.factors(n, s), &device))
+    let (n, s, device, dtype) = (x.shape()[0], x.shape()[2], x.device(), x.dtype());
+    let factors = B::float_from_data(dropout.factors(n, s), &device);
+    narrowed::<B>(B::float_mul(widened::<B>(x), factors), dtype)
 }
 
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
@@ -104,12 +106,14 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
             let d_out = grads.consume::<B>(&ops.node);
             let kept = dropped::<B>(p.clone(), dropout);
             let dv = B::float_matmul(B::float_transpose(kept), d_out.clone());
+            let (d_out, v) = (widened::<B>(d_out), widened::<B>(v));
             let dp = B::float_matmul(d_out, B::float_transpose(v));
             let dp = dropped::<B>(dp, dropout);
+            let (dtype, p) = (p.dtype(), widened::<B>(p));
             let weighted = B::float_mul(dp, p.clone());
             let sums = B::float_sum_dim(weighted.clone(), 2);
             let ds = B::float_sub(weighted, B::float_mul(p, sums));
-            let ds = B::float_mul_scalar(ds, scale.into());
+            let ds = narrowed::<B>(B::float_mul_scalar(ds, scale.into()), dtype);
             let dq = B::float_matmul(ds.clone(), k);
             let dk = B::float_matmul(B::float_transpose(ds), q);
             for (parent, gradient) in ops.parents.into_iter().zip([dq, dk, dv]) {

@@ -1,13 +1,14 @@
 //! A collective over a tensor, with the collective that is its conjugate in the backward.
 
 use super::{ParallelOps, to_host};
+use crate::Precision;
 use crate::comm::{CommRef, ReduceOp, raise};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, TensorMetadata};
-use burn::tensor::{Slice, TensorData};
+use burn::tensor::Slice;
 
 /// A collective over a tensor; `dim` is the dimension along which ranks hold parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,44 +59,38 @@ pub(super) fn run<B: Backend>(
 
 fn all_reduce<B: Backend>(x: FloatTensor<B>, comm: &CommRef) -> FloatTensor<B> {
     let device = x.device();
+    let precision = Precision::of(x.dtype());
     let mut data = to_host::<B>(x);
-    comm.all_reduce(f32s_mut(&mut data), ReduceOp::Sum)
+    comm.all_reduce_values(precision.values_mut(&mut data), ReduceOp::Sum)
         .unwrap_or_else(|e| raise(e));
     B::float_from_data(data, &device)
 }
 
 fn all_gather<B: Backend>(x: FloatTensor<B>, dim: usize, comm: &CommRef) -> FloatTensor<B> {
-    let device = x.device();
+    let (device, shape, precision) = (x.device(), x.shape(), Precision::of(x.dtype()));
     let data = to_host::<B>(x);
-    let send = f32s(&data);
-    let mut recv = vec![0f32; send.len() * comm.size()];
-    comm.all_gather(
-        bytemuck::cast_slice(send),
-        bytemuck::cast_slice_mut(&mut recv),
-    )
-    .unwrap_or_else(|e| raise(e));
-    let parts = recv
-        .chunks(send.len())
-        .map(|part| {
-            B::float_from_data(
-                TensorData::new(part.to_vec(), data.shape().clone()),
-                &device,
-            )
-        })
-        .collect();
-    B::float_cat(parts, dim)
+    let send = data.as_bytes();
+    let mut recv = vec![0u8; send.len() * comm.size()];
+    comm.all_gather(send, &mut recv)
+        .unwrap_or_else(|e| raise(e));
+    let parts = recv.chunks(send.len());
+    let parts = parts.map(|part| precision.data(part, shape.clone()));
+    let parts = parts.map(|part| B::float_from_data(part, &device));
+    B::float_cat(parts.collect(), dim)
 }
 
 fn reduce_scatter<B: Backend>(x: FloatTensor<B>, dim: usize, comm: &CommRef) -> FloatTensor<B> {
-    let device = x.device();
-    let parts: Vec<TensorData> = (0..comm.size())
-        .map(|rank| to_host::<B>(part::<B>(x.clone(), dim, rank, comm.size())))
-        .collect();
-    let send: Vec<f32> = parts.iter().flat_map(f32s).copied().collect();
-    let mut recv = vec![0f32; send.len() / comm.size()];
-    comm.reduce_scatter(&send, &mut recv)
+    let (device, precision) = (x.device(), Precision::of(x.dtype()));
+    // The ranks' parts, one after another.
+    let parts = (0..comm.size()).map(|rank| part::<B>(x.clone(), dim, rank, comm.size()));
+    let parts: Vec<FloatTensor<B>> = parts.collect();
+    let shape = parts[0].shape();
+    let mut send = to_host::<B>(B::float_cat(parts, 0));
+    let mut recv = precision.data(&vec![0u8; precision.bytes() * shape.num_elements()], shape);
+    let send = precision.values_mut(&mut send);
+    comm.reduce_scatter_values(send.as_values(), precision.values_mut(&mut recv))
         .unwrap_or_else(|e| raise(e));
-    B::float_from_data(TensorData::new(recv, parts[0].shape().clone()), &device)
+    B::float_from_data(recv, &device)
 }
 
 /// Part `rank` of `size` equal parts of `x` along `dim`.
@@ -118,14 +113,6 @@ fn part<B: Backend>(x: FloatTensor<B>, dim: usize, rank: usize, size: usize) -> 
         .map(Slice::from)
         .collect();
     B::float_slice(x, &slices)
-}
-
-fn f32s(data: &TensorData) -> &[f32] {
-    data.as_slice().expect("collectives run on f32 tensors")
-}
-
-fn f32s_mut(data: &mut TensorData) -> &mut [f32] {
-    data.as_mut_slice().expect("collectives run on f32 tensors")
 }
 
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(

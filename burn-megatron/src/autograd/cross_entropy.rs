@@ -5,7 +5,7 @@
 //! padding rows are masked, so that the loss does not depend on tp (Megatron-LM #1754, #1736), and
 //! label smoothing averages over all `K` entries instead of the rank's own.
 
-use super::{ParallelOps, read_sync, to_host};
+use super::{ParallelOps, narrowed, read_sync, to_host, widened};
 use crate::comm::{CommRef, ReduceOp, raise};
 use crate::topology::shard_range;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
@@ -13,7 +13,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
-use burn::tensor::{IndexingUpdateOp, Int, Shape, Tensor, TensorData};
+use burn::tensor::{DType, IndexingUpdateOp, Int, Shape, Tensor, TensorData};
 use std::ops::Range;
 
 /// Which part of the vocabulary a rank's logits cover, and who holds the rest.
@@ -75,6 +75,7 @@ pub(super) fn forward<B: Backend>(
 ) -> (FloatTensor<B>, Saved<B>) {
     let device = logits.device();
     let n = logits.shape()[0];
+    let logits = widened::<B>(logits);
     let column = |values: Vec<f32>| B::float_from_data(TensorData::new(values, [n, 1]), &device);
 
     let logits = match padding_bias::<B>(shard, &device) {
@@ -180,7 +181,7 @@ fn sum_of_entries<B: Backend>(shifted: FloatTensor<B>, shard: &VocabShard) -> Ve
 }
 
 fn host_column<B: Backend>(x: FloatTensor<B>) -> Vec<f32> {
-    to_host::<B>(x).try_into_vec().expect("f32 logits")
+    to_host::<B>(x).try_into_vec().expect("computed in f32")
 }
 
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
@@ -192,11 +193,11 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     struct CrossEntropyBackward;
 
     impl<B: ParallelOps> Backward<B, 1> for CrossEntropyBackward {
-        type State = (Saved<B>, VocabShard);
+        type State = (Saved<B>, VocabShard, DType);
 
         /// `softmax - (1 - smoothing) onehot - smoothing / K`, times each token's gradient.
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ((softmax, index, at_target), shard) = ops.state;
+            let ((softmax, index, at_target), shard, dtype) = ops.state;
             unary::<B, _>(ops.parents, ops.node, grads, |grad| {
                 let n = softmax.shape()[0];
                 let mut d = B::float_scatter(1, softmax, index, at_target, IndexingUpdateOp::Add);
@@ -204,7 +205,8 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
                     let uniform = uniform_part::<B>(&shard, &d.device());
                     d = B::float_add(d, uniform);
                 }
-                B::float_mul(d, B::float_reshape(grad, Shape::new([n, 1])))
+                let d = B::float_mul(d, B::float_reshape(grad, Shape::new([n, 1])));
+                narrowed::<B>(d, dtype)
             });
         }
     }
@@ -216,8 +218,9 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
         .stateful()
     {
         OpsKind::Tracked(prep) => {
+            let dtype = logits.dtype();
             let (loss, saved) = forward::<B>(logits, target, &shard);
-            prep.finish((saved, shard), loss)
+            prep.finish((saved, shard, dtype), loss)
         }
         OpsKind::UnTracked(prep) => {
             prep.finish(B::vocab_parallel_cross_entropy(logits, target, shard))

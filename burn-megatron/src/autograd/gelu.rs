@@ -3,12 +3,12 @@
 //! Burn's default `gelu` pairs the erf forward with the derivative of the tanh form; training then
 //! follows a gradient that is not its loss's.
 
-use super::ParallelOps;
+use super::{ParallelOps, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Backend, Dispatch};
+use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::Tensor;
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
@@ -21,7 +21,7 @@ pub enum GeluApproximation {
     Erf,
 }
 
-/// GELU of every element.
+/// GELU of every element, computed in f32.
 pub fn gelu<const D: usize>(x: Tensor<D>, approximation: GeluApproximation) -> Tensor<D> {
     Tensor::from_dispatch(Dispatch::gelu_with(x.into_dispatch(), approximation))
 }
@@ -52,8 +52,11 @@ pub(super) fn forward<B: Backend>(
     x: FloatTensor<B>,
     how: GeluApproximation,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
+    let dtype = x.dtype();
+    let x = widened::<B>(x);
     let gate = gate::<B>(x.clone(), how);
-    (B::float_mul(x, gate.clone()), gate)
+    let y = narrowed::<B>(B::float_mul(x, gate.clone()), dtype);
+    (y, narrowed::<B>(gate, dtype))
 }
 
 /// d gelu / dx: `gate + x · dgate/dx`.
@@ -92,7 +95,9 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
             let (x, gate, how) = ops.state;
             unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-                B::float_mul(derivative::<B>(x, gate, how), grad)
+                let (dtype, grad) = (grad.dtype(), widened::<B>(grad));
+                let slope = derivative::<B>(widened::<B>(x), widened::<B>(gate), how);
+                narrowed::<B>(B::float_mul(slope, grad), dtype)
             });
         }
     }

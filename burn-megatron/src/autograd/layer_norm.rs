@@ -1,6 +1,6 @@
 //! Layer normalisation (Ba et al. 2016) with its backward in one operation.
 
-use super::ParallelOps;
+use super::{ParallelOps, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -8,7 +8,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::{Shape, Tensor};
 
-/// `(x - mean) / √(variance + ε) · weight + bias` over the last dimension.
+/// `(x - mean) / √(variance + ε) · weight + bias` over the last dimension, computed in f32.
 ///
 /// # Shapes
 /// - `x`: `[.., h]`
@@ -35,16 +35,17 @@ pub(super) fn forward<B: Backend>(
     bias: FloatTensor<B>,
     epsilon: f64,
 ) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
-    let shape = x.shape();
+    let (shape, dtype) = (x.shape(), x.dtype());
     let h = weight.shape()[0];
-    let x = B::float_reshape(x, rows(&shape, h));
+    let x = widened::<B>(B::float_reshape(x, rows(&shape, h)));
     let centered = B::float_sub(x.clone(), B::float_mean_dim(x, 1));
     let variance = B::float_mean_dim(B::float_mul(centered.clone(), centered.clone()), 1);
     let scale = B::float_recip(B::float_sqrt(B::float_add_scalar(variance, epsilon.into())));
     let normal = B::float_mul(centered, scale.clone());
-    let row = |x| B::float_reshape(x, Shape::new([1, h]));
+    let row = |x| B::float_reshape(widened::<B>(x), Shape::new([1, h]));
     let out = B::float_add(B::float_mul(normal.clone(), row(weight)), row(bias));
-    (B::float_reshape(out, shape), normal, scale)
+    let out = B::float_reshape(narrowed::<B>(out, dtype), shape);
+    (out, narrowed::<B>(normal, dtype), scale)
 }
 
 /// The shape of `[.., h]` as a matrix of rows.
@@ -71,9 +72,13 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
             let (normal, scale, weight) = ops.state;
             let [to_x, to_weight, to_bias] = ops.parents;
             let dy = grads.consume::<B>(&ops.node);
-            let (shape, h) = (dy.shape(), weight.shape()[0]);
-            let dy = B::float_reshape(dy, rows(&shape, h));
-            let column_sums = |x| B::float_reshape(B::float_sum_dim(x, 0), Shape::new([h]));
+            let (shape, h, dtype) = (dy.shape(), weight.shape()[0], dy.dtype());
+            let dy = widened::<B>(B::float_reshape(dy, rows(&shape, h)));
+            let (normal, of_weight) = (widened::<B>(normal), weight.dtype());
+            let column_sums = |x| {
+                let sums = narrowed::<B>(B::float_sum_dim(x, 0), of_weight);
+                B::float_reshape(sums, Shape::new([h]))
+            };
             if let Some(node) = to_bias {
                 grads.register::<B>(node.id, column_sums(dy.clone()));
             }
@@ -84,11 +89,13 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
                 );
             }
             if let Some(node) = to_x {
-                let g = B::float_mul(dy, B::float_reshape(weight, Shape::new([1, h])));
+                let weight = B::float_reshape(widened::<B>(weight), Shape::new([1, h]));
+                let g = B::float_mul(dy, weight);
                 let mean = B::float_mean_dim(g.clone(), 1);
                 let along = B::float_mean_dim(B::float_mul(g.clone(), normal.clone()), 1);
                 let dx = B::float_sub(B::float_sub(g, mean), B::float_mul(normal, along));
-                grads.register::<B>(node.id, B::float_reshape(B::float_mul(dx, scale), shape));
+                let dx = narrowed::<B>(B::float_mul(dx, scale), dtype);
+                grads.register::<B>(node.id, B::float_reshape(dx, shape));
             }
         }
     }

@@ -7,6 +7,7 @@
 mod attention;
 mod collective;
 mod cross_entropy;
+mod embedding;
 mod gelu;
 mod grad_hook;
 mod layer_norm;
@@ -21,6 +22,7 @@ mod swiglu;
 pub use attention::{AttentionOptions, causal_attention};
 pub use collective::{Collective, CollectivePair};
 pub use cross_entropy::{VocabShard, vocab_parallel_cross_entropy};
+pub use embedding::embedding_rows;
 pub use gelu::{GeluApproximation, gelu};
 pub use grad_hook::{GradHook, take_gradient};
 pub use layer_norm::layer_norm;
@@ -39,7 +41,7 @@ use burn::backend::{
     Autodiff, Backend, BackendTensor, DispatchKindConversion, DispatchTensor, ExecutionError, Flex,
     TensorMetadata, backend_extension,
 };
-use burn::tensor::TensorData;
+use burn::tensor::{DType, FloatDType, TensorData};
 
 /// The operations of this module as an extension of Burn's backends.
 ///
@@ -121,8 +123,12 @@ pub trait ParallelOps: Backend {
 
     /// A `[1]` from which a backward starts with the gradient in `slot` for `output`.
     fn backward_seed(output: FloatTensor<Self>, _slot: GradientSlot) -> FloatTensor<Self> {
-        let (device, dtype) = (output.device(), output.dtype());
-        Self::float_zeros([1].into(), &device, dtype.into())
+        Self::float_zeros([1].into(), &output.device(), FloatDType::F32)
+    }
+
+    /// The rows `index` of `table [rows, h]`.
+    fn embedding_rows(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self> {
+        Self::float_select(table, 0, index)
     }
 
     /// `x`, whose gradient goes to `hook` under autodiff.
@@ -213,6 +219,10 @@ where
         seed::autodiff::<B, C>(output, slot)
     }
 
+    fn embedding_rows(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self> {
+        embedding::autodiff::<B, C>(table, index)
+    }
+
     fn grad_hook(x: FloatTensor<Self>, hook: GradHook) -> FloatTensor<Self> {
         grad_hook::autodiff::<B, C>(x, hook)
     }
@@ -242,6 +252,22 @@ where
     DispatchTensor: DispatchKindConversion<B>,
 {
     DispatchTensor::from_backend(BackendTensor::<B>::Float(x))
+}
+
+/// `x` in f32, if it has 16 bits: for arithmetic of which the result alone is to be rounded.
+fn widened<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    match x.dtype() {
+        DType::BF16 | DType::F16 => B::float_cast(x, FloatDType::F32),
+        _ => x,
+    }
+}
+
+/// `x` rounded to `dtype`.
+fn narrowed<B: Backend>(x: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+    match x.dtype() == dtype {
+        true => x,
+        false => B::float_cast(x, dtype.into()),
+    }
 }
 
 /// Reads a float tensor back to the host, as contiguous data.

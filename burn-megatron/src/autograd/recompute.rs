@@ -9,7 +9,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Dispatch, DispatchKindConversion, DispatchTensor, TensorMetadata};
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{Gradients, Tensor};
+use burn::tensor::{DType, FloatDType, Gradients, Tensor};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -36,7 +36,7 @@ where
         return forward(module, x);
     }
     let mut parameters = Parameters {
-        seeds: vec![Tensor::zeros([1], &device)],
+        seeds: vec![Tensor::zeros([1], (&device, DType::F32))],
         slots: Vec::new(),
     };
     module.visit(&mut parameters);
@@ -146,14 +146,14 @@ where
         ) {
             let (replay, nodes) = ops.state;
             let d_output = grads.consume::<B>(&ops.node);
-            let (device, dtype) = (d_output.device(), d_output.dtype());
+            let device = d_output.device();
             let dx = replay.run(into_dispatch::<B>(d_output));
             let [x, parameters] = ops.parents;
             if let (Some(x), Some(dx)) = (x, dx) {
                 grads.register::<B>(x.id, from_dispatch(dx));
             }
             if let Some(parameters) = parameters {
-                let zeros = B::float_zeros([nodes].into(), &device, dtype.into());
+                let zeros = B::float_zeros([nodes].into(), &device, FloatDType::F32);
                 grads.register::<B>(parameters.id, zeros);
             }
         }

@@ -1,7 +1,7 @@
 //! Root-mean-square normalisation (Zhang and Sennrich 2019) with its backward in one operation.
 
-use super::ParallelOps;
 use super::layer_norm::rows;
+use super::{ParallelOps, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -9,7 +9,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::{Shape, Tensor};
 
-/// `x / √(mean(x²) + ε) · weight` over the last dimension.
+/// `x / √(mean(x²) + ε) · weight` over the last dimension, computed in f32.
 ///
 /// # Shapes
 /// - `x`: `[.., h]`
@@ -26,15 +26,16 @@ pub(super) fn forward<B: Backend>(
     weight: FloatTensor<B>,
     epsilon: f64,
 ) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
-    let shape = x.shape();
+    let (shape, dtype) = (x.shape(), x.dtype());
     let h = weight.shape()[0];
-    let x = B::float_reshape(x, rows(&shape, h));
+    let x = widened::<B>(B::float_reshape(x, rows(&shape, h)));
     let mean_square = B::float_mean_dim(B::float_mul(x.clone(), x.clone()), 1);
     let scale = B::float_sqrt(B::float_add_scalar(mean_square, epsilon.into()));
     let scale = B::float_recip(scale);
     let normal = B::float_mul(x, scale.clone());
-    let weight = B::float_reshape(weight, Shape::new([1, h]));
-    let out = B::float_mul(normal.clone(), weight);
+    let weight = B::float_reshape(widened::<B>(weight), Shape::new([1, h]));
+    let out = narrowed::<B>(B::float_mul(normal.clone(), weight), dtype);
+    let normal = narrowed::<B>(normal, dtype);
     (B::float_reshape(out, shape), normal, scale)
 }
 
@@ -55,17 +56,21 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
             let (normal, scale, weight) = ops.state;
             let [to_x, to_weight] = ops.parents;
             let dy = grads.consume::<B>(&ops.node);
-            let (shape, h) = (dy.shape(), weight.shape()[0]);
-            let dy = B::float_reshape(dy, rows(&shape, h));
+            let (shape, h, dtype) = (dy.shape(), weight.shape()[0], dy.dtype());
+            let dy = widened::<B>(B::float_reshape(dy, rows(&shape, h)));
+            let normal = widened::<B>(normal);
             if let Some(node) = to_weight {
                 let sums = B::float_sum_dim(B::float_mul(dy.clone(), normal.clone()), 0);
+                let sums = narrowed::<B>(sums, weight.dtype());
                 grads.register::<B>(node.id, B::float_reshape(sums, Shape::new([h])));
             }
             if let Some(node) = to_x {
-                let g = B::float_mul(dy, B::float_reshape(weight, Shape::new([1, h])));
+                let weight = B::float_reshape(widened::<B>(weight), Shape::new([1, h]));
+                let g = B::float_mul(dy, weight);
                 let along = B::float_mean_dim(B::float_mul(g.clone(), normal.clone()), 1);
                 let dx = B::float_sub(g, B::float_mul(normal, along));
-                grads.register::<B>(node.id, B::float_reshape(B::float_mul(dx, scale), shape));
+                let dx = narrowed::<B>(B::float_mul(dx, scale), dtype);
+                grads.register::<B>(node.id, B::float_reshape(dx, shape));
             }
         }
     }

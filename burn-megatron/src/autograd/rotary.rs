@@ -1,6 +1,6 @@
 //! Rotary position embedding (Su et al. 2021) with its backward: the rotation the other way.
 
-use super::ParallelOps;
+use super::{ParallelOps, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
@@ -48,7 +48,7 @@ impl fmt::Debug for RotaryTable {
 }
 
 /// Turns the pairs `(i, i + n)` of the first `2n` features of each head by its position's `n` angles
-/// (Megatron's rotate-half form); what is beyond them stays. Megatron's
+/// (Megatron's rotate-half form), in f32; what is beyond them stays. Megatron's
 /// `models/common/embeddings/rope_utils.py`.
 ///
 /// # Shapes
@@ -64,7 +64,8 @@ pub(super) fn forward<B: Backend>(
     table: &RotaryTable,
     back: bool,
 ) -> FloatTensor<B> {
-    let (shape, device) = (x.shape(), x.device());
+    let (shape, device, dtype) = (x.shape(), x.device(), x.dtype());
+    let x = widened::<B>(x);
     let (heads, s, d) = (shape[0], shape[1], shape[2]);
     let Angles {
         cos,
@@ -93,7 +94,8 @@ pub(super) fn forward<B: Backend>(
         B::float_add(B::float_mul(second, cos), B::float_mul(first, sin)),
     ];
     let rest = (2 * n < d).then(|| part(2 * n..d));
-    B::float_cat(turned.into_iter().chain(rest).collect(), 2)
+    let turned = B::float_cat(turned.into_iter().chain(rest).collect(), 2);
+    narrowed::<B>(turned, dtype)
 }
 
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(

@@ -1,6 +1,6 @@
 //! SwiGLU (Shazeer 2020) with its backward: `silu(gate) ∘ up` of `[gate | up]`.
 
-use super::ParallelOps;
+use super::{ParallelOps, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
@@ -8,7 +8,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::{Slice, Tensor};
 
-/// `silu(gate) ∘ up`, with `silu(x) = x · sigmoid(x)`. Megatron's `fusions/fused_bias_swiglu.py`.
+/// `silu(gate) ∘ up`, with `silu(x) = x · sigmoid(x)`, computed in f32. Megatron's `fusions/fused_bias_swiglu.py`.
 ///
 /// # Shapes
 /// - `x`: `[.., 2 f]`, the gate before what it gates
@@ -35,8 +35,10 @@ fn halves<B: Backend>(x: FloatTensor<B>) -> [FloatTensor<B>; 2] {
 }
 
 pub(super) fn forward<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
-    let [gate, up] = halves::<B>(x);
-    B::float_mul(B::float_mul(gate.clone(), B::sigmoid(gate)), up)
+    let dtype = x.dtype();
+    let [gate, up] = halves::<B>(widened::<B>(x));
+    let y = B::float_mul(B::float_mul(gate.clone(), B::sigmoid(gate)), up);
+    narrowed::<B>(y, dtype)
 }
 
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
@@ -52,8 +54,9 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
         /// With `σ` the sigmoid of the gate: `dup = dy ∘ gate σ`,
         /// `dgate = dy ∘ up ∘ σ (1 + gate (1 - σ))`.
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let [gate, up] = halves::<B>(ops.state);
+            let [gate, up] = halves::<B>(widened::<B>(ops.state));
             unary::<B, _>(ops.parents, ops.node, grads, |dy| {
+                let (dtype, dy) = (dy.dtype(), widened::<B>(dy));
                 let last = dy.shape().num_dims() - 1;
                 let sigmoid = B::sigmoid(gate.clone());
                 let d_up = B::float_mul(dy.clone(), B::float_mul(gate.clone(), sigmoid.clone()));
@@ -61,7 +64,7 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
                 let slope = B::float_add_scalar(B::float_mul(gate, rest), 1f64.into());
                 let slope = B::float_mul(sigmoid, slope);
                 let d_gate = B::float_mul(B::float_mul(dy, up), slope);
-                B::float_cat(vec![d_gate, d_up], last)
+                narrowed::<B>(B::float_cat(vec![d_gate, d_up], last), dtype)
             });
         }
     }

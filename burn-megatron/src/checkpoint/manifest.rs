@@ -1,6 +1,7 @@
 //! What a checkpoint says of itself.
 
 use crate::error::{Error, Result};
+use crate::optim::LossScale;
 use crate::shard::{Init, ParamSpec, Sharding};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -32,7 +33,7 @@ pub struct Manifest {
 
 /// How far the training is: every counter that the next step depends on. The masks of dropout and the
 /// initial weights are functions of the seed and these.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Steps so far.
     pub iteration: u64,
@@ -40,6 +41,12 @@ pub struct Progress {
     pub consumed_samples: u64,
     /// Steps of them that updated nothing, for gradients that were not finite.
     pub skipped_iterations: u64,
+    /// Samples of those steps, which no schedule counts.
+    #[serde(default)]
+    pub skipped_samples: u64,
+    /// Under fp16.
+    #[serde(default)]
+    pub loss_scale: Option<LossScale>,
     /// Updates of the optimizer's state.
     pub optimizer_steps: u64,
     pub seed: u64,

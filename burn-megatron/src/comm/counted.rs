@@ -1,6 +1,6 @@
 //! A communicator that accounts for every call: how many, how many bytes, how long.
 
-use super::{CommRef, Communicator, ReduceOp};
+use super::{CommRef, Communicator, ReduceOp, Values, ValuesMut};
 use crate::error::Result;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -152,9 +152,9 @@ impl Communicator for Counted {
         self.inner.size()
     }
 
-    fn all_reduce(&self, buf: &mut [f32], op: ReduceOp) -> Result<()> {
-        self.count(Collective::AllReduce, size_of_val(buf), || {
-            self.inner.all_reduce(buf, op)
+    fn all_reduce_values(&self, buf: ValuesMut<'_>, op: ReduceOp) -> Result<()> {
+        self.count(Collective::AllReduce, buf.as_values().num_bytes(), || {
+            self.inner.all_reduce_values(buf, op)
         })
     }
 
@@ -164,9 +164,9 @@ impl Communicator for Counted {
         })
     }
 
-    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
-        self.count(Collective::ReduceScatter, size_of_val(send), || {
-            self.inner.reduce_scatter(send, recv)
+    fn reduce_scatter_values(&self, send: Values<'_>, recv: ValuesMut<'_>) -> Result<()> {
+        self.count(Collective::ReduceScatter, send.num_bytes(), || {
+            self.inner.reduce_scatter_values(send, recv)
         })
     }
 

@@ -7,6 +7,9 @@
 pub mod background;
 pub mod counted;
 pub mod threads;
+mod values;
+
+pub use values::{Values, ValuesMut};
 
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt::Debug;
@@ -35,15 +38,27 @@ pub trait Communicator: Debug + Send + Sync {
     /// Number of ranks in the group.
     fn size(&self) -> usize;
 
-    /// Replaces `buf` on every rank by the element-wise reduction over the group.
-    fn all_reduce(&self, buf: &mut [f32], op: ReduceOp) -> Result<()>;
+    /// Replaces `buf` on every rank by the element-wise reduction over the group. Values of 16 bits are
+    /// added up in f32, and the result rounded once.
+    fn all_reduce_values(&self, buf: ValuesMut<'_>, op: ReduceOp) -> Result<()>;
+
+    /// The same for f32.
+    fn all_reduce(&self, buf: &mut [f32], op: ReduceOp) -> Result<()> {
+        self.all_reduce_values(ValuesMut::F32(buf), op)
+    }
 
     /// Concatenates the ranks' `send` in rank order: `recv.len() == size * send.len()` bytes.
     fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()>;
 
-    /// Sums the ranks' `send` and leaves part `rank` of the sum in `recv`:
-    /// `send.len() == size * recv.len()`.
-    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()>;
+    /// Sums the ranks' `send` and leaves part `rank` of the sum in `recv`, of the same type:
+    /// `send.len() == size * recv.len()`. Values of 16 bits are added up in f32, and the result rounded
+    /// once.
+    fn reduce_scatter_values(&self, send: Values<'_>, recv: ValuesMut<'_>) -> Result<()>;
+
+    /// The same for f32.
+    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
+        self.reduce_scatter_values(Values::F32(send), ValuesMut::F32(recv))
+    }
 
     /// Copies `buf` of rank `root` (a place in the group) to every rank.
     fn broadcast(&self, buf: &mut [u8], root: usize) -> Result<()>;
@@ -73,7 +88,7 @@ impl Communicator for SingleRank {
         1
     }
 
-    fn all_reduce(&self, _buf: &mut [f32], _op: ReduceOp) -> Result<()> {
+    fn all_reduce_values(&self, _buf: ValuesMut<'_>, _op: ReduceOp) -> Result<()> {
         Ok(())
     }
 
@@ -82,8 +97,8 @@ impl Communicator for SingleRank {
         Ok(())
     }
 
-    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
-        recv.copy_from_slice(send);
+    fn reduce_scatter_values(&self, send: Values<'_>, mut recv: ValuesMut<'_>) -> Result<()> {
+        recv.copy_from(send);
         Ok(())
     }
 

@@ -1,10 +1,13 @@
 //! What the ranks of a data-parallel group do with one another's gradients and parameters.
 
 use super::{Buckets, Owned, SumOfSquares};
-use crate::comm::{Communicator, ReduceOp};
+use crate::Precision;
+use crate::comm::{Communicator, ReduceOp, Values, ValuesMut};
 use crate::error::{Result, Violation};
 use crate::launch::ProcessGroups;
-use crate::shard::ParamRecord;
+use crate::shard::{ParamRecord, ShardedModel};
+use burn::module::Module;
+use burn::tensor::bf16;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -22,16 +25,35 @@ pub struct DataParallelConfig {
     /// Gather each bucket of updated parameters in the background, and wait for it where the next forward
     /// first needs it; goes with a distributed optimizer.
     pub overlap_param_gather: bool,
+    /// Gradients travel between ranks in bf16; each rank's own sums stay in f32. Goes with bf16.
+    pub grad_reduce_in_bf16: bool,
 }
 
 impl DataParallelConfig {
-    /// What cannot be.
-    pub(crate) fn violation(&self) -> Option<Violation> {
+    /// What cannot be, for a model of that type.
+    pub(crate) fn violations(&self, precision: Precision) -> Vec<Violation> {
         let gathers = self.overlap_param_gather && !self.use_distributed_optimizer;
-        gathers.then(|| {
+        let gathers = gathers.then(|| {
             let rule = "overlap_param_gather needs use_distributed_optimizer: otherwise nothing is gathered";
             Violation::new(rule, ["use_distributed_optimizer"])
-        })
+        });
+        let rounds = self.grad_reduce_in_bf16 && precision != Precision::Bf16;
+        let rounds = rounds.then(|| {
+            let rule = format!(
+                "grad_reduce_in_bf16 goes with bf16, not with {}",
+                precision.name()
+            );
+            Violation::new(rule, ["bf16"])
+        });
+        gathers.into_iter().chain(rounds).collect()
+    }
+
+    /// What gradients travel in.
+    pub(crate) fn gradient_precision(&self) -> Precision {
+        match self.grad_reduce_in_bf16 {
+            true => Precision::Bf16,
+            false => Precision::Fp32,
+        }
     }
 
     /// Whether anything is communicated beside the computation.
@@ -47,6 +69,7 @@ impl Default for DataParallelConfig {
             ddp_bucket_size: 40_000_000,
             overlap_grad_reduce: false,
             overlap_param_gather: false,
+            grad_reduce_in_bf16: false,
         }
     }
 }
@@ -55,19 +78,21 @@ impl Default for DataParallelConfig {
 #[derive(Debug)]
 pub struct DataParallel {
     config: DataParallelConfig,
+    /// Of the parameters.
+    precision: Precision,
     buckets: Buckets,
     /// What this rank updates.
     owned: Owned,
 }
 
 impl DataParallel {
-    /// For parameters in a flat buffer of `elements`, on one rank of `dp`.
-    pub fn new(
+    /// For a model's parameters, on one rank of `dp`.
+    pub fn new<M: Module>(
         config: DataParallelConfig,
-        params: &[ParamRecord],
-        elements: usize,
+        model: &ShardedModel<M>,
         dp: &dyn Communicator,
     ) -> Self {
+        let (params, elements) = (model.params(), model.num_elements());
         let buckets = Buckets::new(params, elements, config.ddp_bucket_size, dp.size());
         let owned = match config.use_distributed_optimizer {
             true => Owned::shard(params, &buckets, dp.rank()),
@@ -75,6 +100,7 @@ impl DataParallel {
         };
         DataParallel {
             config,
+            precision: model.precision(),
             buckets,
             owned,
         }
@@ -96,10 +122,10 @@ impl DataParallel {
         }
         for (index, bucket) in self.buckets.ranges().iter().enumerate() {
             if self.config.use_distributed_optimizer {
-                let sums = scattered(&gradients[bucket.clone()], dp)?;
+                let sums = self.scattered(&gradients[bucket.clone()], dp)?;
                 gradients[self.reduced_range(index, dp)].copy_from_slice(&sums);
             } else {
-                dp.all_reduce(&mut gradients[bucket.clone()], ReduceOp::Sum)?;
+                self.all_reduce(&mut gradients[bucket.clone()], dp)?;
             }
         }
         Ok(())
@@ -112,10 +138,36 @@ impl DataParallel {
         dp: &dyn Communicator,
     ) -> Result<Vec<f32>> {
         if self.config.use_distributed_optimizer {
-            return scattered(&gradients, dp);
+            return self.scattered(&gradients, dp);
         }
-        dp.all_reduce(&mut gradients, ReduceOp::Sum)?;
+        self.all_reduce(&mut gradients, dp)?;
         Ok(gradients)
+    }
+
+    /// The sums over the group, in place.
+    fn all_reduce(&self, gradients: &mut [f32], dp: &dyn Communicator) -> Result<()> {
+        if !self.config.grad_reduce_in_bf16 {
+            return dp.all_reduce(gradients, ReduceOp::Sum);
+        }
+        let mut rounded = in_bf16(gradients);
+        dp.all_reduce_values(ValuesMut::Bf16(&mut rounded), ReduceOp::Sum)?;
+        let sums = gradients.iter_mut().zip(&rounded);
+        sums.for_each(|(sum, rounded)| *sum = rounded.to_f32());
+        Ok(())
+    }
+
+    /// This rank's part of the sums over the group.
+    fn scattered(&self, gradients: &[f32], dp: &dyn Communicator) -> Result<Vec<f32>> {
+        let len = gradients.len() / dp.size();
+        if !self.config.grad_reduce_in_bf16 {
+            let mut sums = vec![0.0; len];
+            dp.reduce_scatter(gradients, &mut sums)?;
+            return Ok(sums);
+        }
+        let mut sums = vec![bf16::ZERO; len];
+        let send = in_bf16(gradients);
+        dp.reduce_scatter_values(Values::Bf16(&send), ValuesMut::Bf16(&mut sums))?;
+        Ok(sums.into_iter().map(bf16::to_f32).collect())
     }
 
     /// Where these sums belong.
@@ -129,6 +181,11 @@ impl DataParallel {
             }
             false => whole,
         }
+    }
+
+    /// The type that parameters travel in.
+    pub(super) fn precision(&self) -> Precision {
+        self.precision
     }
 
     /// The buckets that gradients and parameters travel in.
@@ -157,7 +214,8 @@ impl DataParallel {
         }
     }
 
-    /// Puts every rank's owned elements, packed, to their places in `flat`.
+    /// Puts every rank's owned elements, packed, to their places in `flat`, rounded to the parameters' type
+    /// where they travel.
     ///
     /// # Errors
     /// If another rank fails.
@@ -167,8 +225,14 @@ impl DataParallel {
             return Ok(());
         }
         for (bucket, own) in self.owned_by_bucket(packed, dp.size()) {
-            let all = bytemuck::cast_slice_mut(&mut flat[bucket.clone()]);
-            dp.all_gather(bytemuck::cast_slice(own), all)?;
+            let (own, flat) = (self.precision.encode(own), &mut flat[bucket.clone()]);
+            if self.precision == Precision::Fp32 {
+                dp.all_gather(&own, bytemuck::cast_slice_mut(flat))?;
+                continue;
+            }
+            let mut all = vec![0u8; own.len() * dp.size()];
+            dp.all_gather(&own, &mut all)?;
+            self.precision.decode(&all, flat);
         }
         Ok(())
     }
@@ -188,9 +252,6 @@ impl DataParallel {
     }
 }
 
-/// This rank's part of the sums over the group.
-fn scattered(gradients: &[f32], dp: &dyn Communicator) -> Result<Vec<f32>> {
-    let mut sums = vec![0.0; gradients.len() / dp.size()];
-    dp.reduce_scatter(gradients, &mut sums)?;
-    Ok(sums)
+fn in_bf16(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|value| bf16::from_f32(*value)).collect()
 }

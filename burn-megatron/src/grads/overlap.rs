@@ -1,13 +1,14 @@
 //! Communication of gradients and parameters while the rank computes.
 
 use super::DataParallel;
+use crate::Precision;
 use crate::autograd::take_gradient;
 use crate::comm::background::{Background, Pending};
 use crate::comm::{CommRef, raise};
 use crate::error::Result;
-use crate::shard::ParamRecord;
+use crate::shard::{ParamRecord, host_values};
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::Tensor;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -153,9 +154,8 @@ impl ModuleMapper for Hooks {
         // The value is asked for where the forward needs it.
         let hooked = move |_: &_, _: bool| {
             take_gradient(param.val(), move |gradient: Tensor<D>| {
-                let data = gradient.into_data();
-                let values = data.as_slice::<f32>().expect("gradients are f32");
-                reduce.lock().add(index, values);
+                let values = host_values(gradient);
+                reduce.lock().add(index, &values);
             })
         };
         Param::uninitialized(id, hooked, device, true, shape)
@@ -165,7 +165,10 @@ impl ModuleMapper for Hooks {
 /// Parameters on their way from the ranks that updated them: a module that waits for each bucket where its
 /// forward first needs it.
 #[derive(Debug)]
-pub struct OverlappedGather(Vec<Arc<Arriving>>);
+pub struct OverlappedGather {
+    buckets: Vec<Arc<Arriving>>,
+    precision: Precision,
+}
 
 struct Arriving {
     range: Range<usize>,
@@ -173,8 +176,9 @@ struct Arriving {
 }
 
 enum Values {
-    Pending(Option<Pending<Vec<f32>>>),
-    Here(Arc<Vec<f32>>),
+    Pending(Option<Pending<Vec<u8>>>),
+    /// In the parameters' type.
+    Here(Arc<Vec<u8>>),
 }
 
 impl fmt::Debug for Arriving {
@@ -185,7 +189,7 @@ impl fmt::Debug for Arriving {
 
 impl Arriving {
     /// The bucket's values, once they are here.
-    fn wait(&self) -> Result<Arc<Vec<f32>>> {
+    fn wait(&self) -> Result<Arc<Vec<u8>>> {
         let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
         if let Values::Pending(pending) = &mut *values {
             let arrived = pending.take().expect("a failure ends the rank").wait()?;
@@ -207,12 +211,12 @@ impl OverlappedGather {
         dp: &CommRef,
     ) -> Self {
         let buckets = data_parallel.owned_by_bucket(packed, dp.size());
+        let precision = data_parallel.precision();
         let buckets = buckets.map(|(range, own)| {
-            let (own, dp) = (own.to_vec(), dp.clone());
-            let mut all = vec![0f32; range.len()];
+            let (own, dp) = (precision.encode(own).into_owned(), dp.clone());
+            let mut all = vec![0u8; own.len() * dp.size()];
             let pending = background.submit(move || {
-                let bytes = bytemuck::cast_slice_mut(&mut all);
-                dp.all_gather(bytemuck::cast_slice(&own), bytes)?;
+                dp.all_gather(&own, &mut all)?;
                 Ok(all)
             });
             Arc::new(Arriving {
@@ -220,14 +224,18 @@ impl OverlappedGather {
                 values: Mutex::new(Values::Pending(Some(pending))),
             })
         });
-        OverlappedGather(buckets.collect())
+        OverlappedGather {
+            buckets: buckets.collect(),
+            precision,
+        }
     }
 
     /// The module with parameters that are on their way, those from `params` on.
     pub fn give<M: Module>(&self, module: M, params: &[ParamRecord]) -> M {
         module.map(&mut Arrivals {
             params: params.iter(),
-            buckets: &self.0,
+            buckets: &self.buckets,
+            precision: self.precision,
         })
     }
 
@@ -236,13 +244,16 @@ impl OverlappedGather {
     /// # Errors
     /// If another rank fails.
     pub fn finish(self) -> Result<()> {
-        self.0.iter().try_for_each(|bucket| bucket.wait().map(drop))
+        self.buckets
+            .iter()
+            .try_for_each(|bucket| bucket.wait().map(drop))
     }
 }
 
 struct Arrivals<'a> {
     params: std::slice::Iter<'a, ParamRecord>,
     buckets: &'a [Arc<Arriving>],
+    precision: Precision,
 }
 
 impl ModuleMapper for Arrivals<'_> {
@@ -255,17 +266,19 @@ impl ModuleMapper for Arrivals<'_> {
             .filter(|bucket| meet(&range, &bucket.range));
         let here: Vec<_> = here.cloned().collect();
         let (id, device, shape) = (param.id, param.lazy_device(), param.lazy_shape());
-        let dims = shape.clone();
+        let (dims, precision) = (shape.clone(), self.precision);
+        let size = precision.bytes();
         let arrived = move |device: &_, _: bool| {
-            let mut values = Vec::with_capacity(range.len());
+            let mut bytes = Vec::with_capacity(range.len() * size);
             for bucket in &here {
                 // A forward cannot return an error.
                 let all = bucket.wait().unwrap_or_else(|error| raise(error));
                 let start = range.start.max(bucket.range.start) - bucket.range.start;
                 let end = range.end.min(bucket.range.end) - bucket.range.start;
-                values.extend_from_slice(&all[start..end]);
+                bytes.extend_from_slice(&all[start * size..end * size]);
             }
-            Tensor::from_data(TensorData::new(values, dims.clone()), device).require_grad()
+            let data = precision.data(&bytes, dims.clone());
+            Tensor::from_data(data, (device, precision.dtype())).require_grad()
         };
         Param::uninitialized(id, arrived, device, true, shape)
     }
@@ -307,7 +320,7 @@ mod tests {
                 ddp_bucket_size: 8 * 32,
                 ..DataParallelConfig::default()
             };
-            let data_parallel = Arc::new(DataParallel::new(config, params, elements, &*dp));
+            let data_parallel = Arc::new(DataParallel::new(config, &model, &*dp));
             let background = Arc::new(Background::start(rank).unwrap());
             let sums = vec![0.0; elements];
             let reduce = OverlappedReduce::new(&data_parallel, params, sums, &background, &dp);

@@ -2,13 +2,14 @@
 
 use super::DEFAULT_INIT_STD;
 use crate::autograd::{
-    VocabShard, reduce_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region,
+    VocabShard, embedding_rows, reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 };
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
 use crate::topology::shard_range;
 use burn::config::Config;
 use burn::module::{Module, Param};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 
 /// Configuration of a [`VocabParallelEmbedding`].
 #[derive(Config, Debug)]
@@ -74,7 +75,7 @@ impl VocabParallelEmbedding {
     ///   rows, `[n/t, h]`
     pub fn forward(&self, tokens: Tensor<1, Int>) -> Tensor<2> {
         if self.shard.tp.size() == 1 {
-            return self.weight.val().select(0, tokens);
+            return embedding_rows(self.weight.val(), tokens);
         }
         let rows = &self.shard.rows;
         let (start, len) = (rows.start as i64, rows.len() as i64);
@@ -83,8 +84,12 @@ impl VocabParallelEmbedding {
             .clone()
             .lower_elem(0)
             .bool_or(local.clone().greater_equal_elem(len));
-        let rows = self.weight.val().select(0, local.clamp(0, len - 1));
-        let owned = elsewhere.bool_not().float().unsqueeze_dim(1);
+        let rows = embedding_rows(self.weight.val(), local.clamp(0, len - 1));
+        let owned = elsewhere
+            .bool_not()
+            .float()
+            .cast(FloatDType::from(rows.dtype()));
+        let owned = owned.unsqueeze_dim(1);
         // Without autodiff as it is, the mask is a constant of the product.
         let partial = rows * owned;
         match self.sequence_parallel {

@@ -1,6 +1,7 @@
 //! What a layer is built with: its groups, its device, and the register of its parameters.
 
 use super::{Init, ParamSpec, Sharding};
+use crate::Precision;
 use crate::comm::CommRef;
 use crate::dropout::HiddenDropout;
 use crate::launch::RankContext;
@@ -17,6 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct ParallelBuilder {
     context: RankContext,
     sequence_parallel: bool,
+    precision: Precision,
     /// Bytes that the rank had allocated before the model, where they are counted.
     memory_before: Option<u64>,
     specs: Arc<Mutex<HashMap<ParamId, ParamSpec>>>,
@@ -28,6 +30,7 @@ impl ParallelBuilder {
         ParallelBuilder {
             context: context.clone(),
             sequence_parallel: false,
+            precision: Precision::default(),
             memory_before: context.memory.current(),
             specs: Arc::default(),
         }
@@ -41,6 +44,17 @@ impl ParallelBuilder {
             sequence_parallel: sequence_parallel && self.tp().size() > 1,
             ..self
         }
+    }
+
+    /// Makes parameters of this type; activations follow them. What a forward joins with them, such as
+    /// constants of your own, must have the same type: Burn refuses to mix.
+    pub fn with_precision(self, precision: Precision) -> Self {
+        ParallelBuilder { precision, ..self }
+    }
+
+    /// The type of the model's parameters.
+    pub fn precision(&self) -> Precision {
+        self.precision
     }
 
     /// Bytes that the rank has allocated since the builder was made, where they are counted.
@@ -78,7 +92,8 @@ impl ParallelBuilder {
     /// replicated one is the sum of the ranks': each has seen its own positions, or its own heads.
     pub fn param<const D: usize>(&self, spec: ParamSpec) -> Param<Tensor<D>> {
         let spec = self.under_sequence_parallelism(spec);
-        let value = Tensor::zeros(spec.local_shape(), self.device()).require_grad();
+        let options = (self.device(), self.precision.dtype());
+        let value = Tensor::zeros(spec.local_shape(), options).require_grad();
         let param = Param::initialized(ParamId::new(), value);
         let mut specs = self.specs.lock().unwrap_or_else(PoisonError::into_inner);
         specs.insert(param.id, spec);

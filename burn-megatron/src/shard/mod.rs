@@ -11,6 +11,7 @@ mod spec;
 mod weights;
 
 pub use builder::ParallelBuilder;
+pub(crate) use model::host_values;
 pub use model::{ParamRecord, ShardedModel};
 pub use spec::{Init, ParamSpec, Sharding};
 pub use weights::FullWeights;

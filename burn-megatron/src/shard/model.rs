@@ -1,11 +1,12 @@
 //! A rank's model with the record of every parameter, in one flat order.
 
 use super::{FullWeights, Init, ParallelBuilder, ParamSpec, Sharding};
+use crate::Precision;
 use crate::comm::{all_gather_bytes, all_gather_values};
 use crate::error::{ErrorKind, Result};
 use crate::launch::{ProcessGroups, RankContext};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::{Gradients, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Gradients, Tensor, TensorData};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
@@ -46,6 +47,7 @@ pub struct ShardedModel<M> {
     places: Vec<Range<usize>>,
     context: RankContext,
     sequence_parallel: bool,
+    precision: Precision,
     allocated: Option<u64>,
 }
 
@@ -77,6 +79,7 @@ impl<M: Module> ShardedModel<M> {
             chunks,
             context: builder.context().clone(),
             sequence_parallel: builder.sequence_parallel(),
+            precision: builder.precision(),
             allocated: builder.allocated(),
         }
     }
@@ -89,6 +92,11 @@ impl<M: Module> ShardedModel<M> {
     /// Whether its layers exchange parts of the sequence.
     pub fn sequence_parallel(&self) -> bool {
         self.sequence_parallel
+    }
+
+    /// The type of its parameters.
+    pub fn precision(&self) -> Precision {
+        self.precision
     }
 
     /// Bytes that it took to build, where they are counted
@@ -154,7 +162,7 @@ impl<M: Module> ShardedModel<M> {
             .collect())
     }
 
-    /// A copy of all parameters in flat order.
+    /// A copy of all parameters in flat order, in f32.
     pub fn values(&self) -> Vec<f32> {
         let mut flat = vec![0.0; self.elements];
         let mut flatten = Flatten {
@@ -167,7 +175,7 @@ impl<M: Module> ShardedModel<M> {
         flat
     }
 
-    /// Replaces all parameters by `flat`.
+    /// Replaces all parameters by `flat`, rounded to the model's type.
     ///
     /// # Panics
     /// If `flat` is not as long as the parameters.
@@ -179,6 +187,7 @@ impl<M: Module> ShardedModel<M> {
         );
         let mut assign = Assign {
             params: self.params.iter(),
+            precision: self.precision,
             flat,
         };
         for chunk in &mut self.chunks {
@@ -317,14 +326,14 @@ struct Flatten<'a> {
 impl ModuleVisitor for Flatten<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let record = self.params.next().expect(IN_ORDER);
-        let data = param.val().inner().into_data();
-        let values = data.as_slice::<f32>().expect("parameters are f32");
-        self.flat[record.range.clone()].copy_from_slice(values);
+        let values = host_values(param.val().inner());
+        self.flat[record.range.clone()].copy_from_slice(&values);
     }
 }
 
 struct Assign<'a> {
     params: std::slice::Iter<'a, ParamRecord>,
+    precision: Precision,
     flat: &'a [f32],
 }
 
@@ -334,7 +343,7 @@ impl ModuleMapper for Assign<'_> {
         let (id, old, mapper) = param.consume();
         let values = self.flat[record.range.clone()].to_vec();
         let data = TensorData::new(values, old.dims());
-        let value = Tensor::from_data(data, &old.device()).require_grad();
+        let value = parameter(data, self.precision, &old.device());
         Param::from_mapped_value(id, value, mapper)
     }
 }
@@ -351,9 +360,31 @@ impl ModuleVisitor for AddGradients<'_> {
         let Some(gradient) = param.val().grad(self.gradients) else {
             return;
         };
-        let data = gradient.into_data();
-        let values = data.as_slice::<f32>().expect("gradients are f32");
         let sums = self.sums[record.range.clone()].iter_mut();
+        let values = host_values(gradient);
         sums.zip(values).for_each(|(sum, value)| *sum += value);
     }
+}
+
+/// A tensor without a graph, on the host in f32.
+pub(crate) fn host_values<const D: usize>(x: Tensor<D>) -> Vec<f32> {
+    let x = match x.dtype() {
+        DType::F32 => x,
+        _ => x.cast(FloatDType::F32),
+    };
+    x.into_data().try_into_vec().expect("the tensor is f32")
+}
+
+/// A parameter's tensor of f32 data, rounded to its type.
+pub(crate) fn parameter<const D: usize>(
+    data: TensorData,
+    precision: Precision,
+    device: &Device,
+) -> Tensor<D> {
+    let value: Tensor<D> = Tensor::from_data(data, (device, DType::F32));
+    let value = match precision {
+        Precision::Fp32 => value,
+        narrow => value.cast(narrow.float_dtype()),
+    };
+    value.require_grad()
 }

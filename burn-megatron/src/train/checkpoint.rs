@@ -5,6 +5,7 @@ use crate::checkpoint::{Checkpoint, Kind, Progress, SavedLayout, Snapshot, Snaps
 use crate::error::{ErrorKind, Result};
 use crate::grads::OwnedPart;
 use crate::models::Stage;
+use crate::optim::LossScaler;
 use crate::shard::ParamRecord;
 use serde_json::Value;
 use std::borrow::Cow;
@@ -26,6 +27,8 @@ impl<M: Stage> Trainer<M> {
             iteration: self.iteration as u64,
             consumed_samples: self.consumed_samples,
             skipped_iterations: self.skipped_iterations,
+            skipped_samples: self.skipped_samples,
+            loss_scale: self.loss_scaler.as_ref().map(LossScaler::now),
             optimizer_steps: u64::from(self.optimizer.steps()),
             seed: self.config.seed,
         }
@@ -95,18 +98,24 @@ impl<M: Stage> Trainer<M> {
             iteration,
             consumed_samples,
             skipped_iterations,
+            skipped_samples,
             optimizer_steps,
+            loss_scale,
             ..
         } = checkpoint.manifest().progress;
         if !options.no_load_optim && !options.finetune {
             for (kind, buffer) in self.optimizer.restore(optimizer_steps as u32) {
                 read(kind, buffer)?;
             }
+            if let (Some(scaler), Some(saved)) = (&mut self.loss_scaler, loss_scale) {
+                scaler.restore(saved);
+            }
         }
         if !options.finetune {
             self.iteration = iteration as usize;
             self.consumed_samples = consumed_samples;
             self.skipped_iterations = skipped_iterations;
+            self.skipped_samples = skipped_samples;
         }
         self.publish_values()
     }

@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{Buckets, DataParallelConfig};
 use crate::launch::ProcessGroups;
 use crate::models::gpt::{GptConfig, GptModelConfig};
-use crate::optim::{LrSchedule, OptimizerConfig, WeightDecaySchedule};
+use crate::optim::{LrSchedule, MixedPrecisionConfig, OptimizerConfig, WeightDecaySchedule};
 use crate::pipeline::Schedule;
 use crate::topology::{
     BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, PipelineShape,
@@ -50,6 +50,7 @@ pub struct TrainConfig {
     pub model: GptConfig,
     pub parallel: ParallelConfig,
     pub data_parallel: DataParallelConfig,
+    pub mixed_precision: MixedPrecisionConfig,
     pub batch: BatchConfig,
     /// Smaller global batches at the start.
     pub rampup_batch_size: Option<RampupBatchSize>,
@@ -80,7 +81,9 @@ impl TrainConfig {
         }
         violations.extend(self.model.violations());
         violations.extend(self.optimizer.violations());
-        violations.extend(self.data_parallel.violation());
+        violations.extend(self.mixed_precision.violations());
+        let precision = self.mixed_precision.precision();
+        violations.extend(self.data_parallel.violations(precision));
         let layout = violations_of(self.layout(), &mut violations)?;
         let schedule = LrSchedule::new(
             &self.optimizer.schedule(),
@@ -266,6 +269,7 @@ impl ResolvedConfig {
             pipeline_schedule: Some(self.layout.pipeline_schedule),
             microbatch_group_size_per_virtual_pipeline_stage: self.layout.group_size,
             data_parallel: self.config.data_parallel,
+            mixed_precision: self.config.mixed_precision,
             check_for_nan_in_loss_and_grad: self.config.check_for_nan_in_loss_and_grad,
         }
     }
@@ -290,6 +294,8 @@ pub struct TrainerConfig {
     /// For `interleaved`; the pipeline size where not given.
     pub microbatch_group_size_per_virtual_pipeline_stage: Option<usize>,
     pub data_parallel: DataParallelConfig,
+    /// The type must be the model's.
+    pub mixed_precision: MixedPrecisionConfig,
     /// Stop where a loss or a gradient is not a finite number; otherwise steps with such gradients update
     /// nothing and are counted.
     pub check_for_nan_in_loss_and_grad: bool,
@@ -320,6 +326,7 @@ impl TrainerConfig {
             pipeline_schedule: None,
             microbatch_group_size_per_virtual_pipeline_stage: None,
             data_parallel: DataParallelConfig::default(),
+            mixed_precision: MixedPrecisionConfig::default(),
             check_for_nan_in_loss_and_grad: true,
         })
     }

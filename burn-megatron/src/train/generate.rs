@@ -1,13 +1,14 @@
 //! Text from a trained model, one token at a time.
 
 use super::Trainer;
-use super::passes::{hidden_data, to_bytes};
+use super::passes::{from_bytes, to_bytes};
 use crate::dropout::PassContext;
 use crate::error::Result;
 use crate::layers::Sublayer;
 use crate::models::gpt::GptModel;
 use crate::models::{Stage, StageInput};
 use crate::random;
+use crate::shard::host_values;
 use burn::module::Module;
 use burn::tensor::{Tensor, TensorData};
 
@@ -66,6 +67,7 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
     ) -> Result<Option<Vec<f32>>> {
         let pp = &self.context().groups.pp.comm;
         let device = self.context().device.clone().inner();
+        let precision = self.model().precision();
         let (rank, ranks, stages) = (pp.rank(), pp.size(), pp.size() * chunks.len());
         // What follows the last token changes nothing before it, and lets the sequence divide.
         let parts = self.sequence_parts();
@@ -78,14 +80,14 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
                 StageInput::Tokens(Tensor::from_data(tokens, &device))
             } else {
                 let shape = [padded.len() / parts, 1, chunk.hidden_size()];
-                let bytes = size_of::<f32>() * shape.iter().product::<usize>();
+                let bytes = precision.bytes() * shape.iter().product::<usize>();
                 let bytes = pp.receive(bytes, (rank + ranks - 1) % ranks)?;
-                StageInput::Hidden(Tensor::from_data(hidden_data(bytes, shape), &device))
+                StageInput::Hidden(from_bytes(&bytes, shape, precision, &device))
             };
             let hidden = chunk.forward(input, &PassContext::evaluation());
             if stage + 1 == stages {
-                let logits = chunk.next_token_logits(hidden, seen.len() - 1).into_data();
-                return Ok(Some(logits.try_into_vec::<f32>().expect("f32 logits")));
+                let logits = chunk.next_token_logits(hidden, seen.len() - 1);
+                return Ok(Some(host_values(logits)));
             }
             pp.send(to_bytes(hidden), (rank + 1) % ranks)?;
         }

@@ -45,12 +45,17 @@ impl RankMemory {
         };
         let state = config.config().optimizer.rule().state();
         RankMemory {
-            weights: F32 * config.parameters_per_rank(pp_rank) as u64,
+            weights: value_bytes(config) * config.parameters_per_rank(pp_rank) as u64,
             gradients: F32 * elements as u64,
             optimizer: (1 + state.len()) as u64 * F32 * owned as u64,
             activations: activations(config, pp_rank),
         }
     }
+}
+
+/// Bytes of a weight or an activation.
+fn value_bytes(config: &ResolvedConfig) -> u64 {
+    config.config().mixed_precision.precision().bytes() as u64
 }
 
 /// The most that is kept at once, over the rank's schedule.
@@ -84,11 +89,14 @@ fn activations(config: &ResolvedConfig, pp_rank: usize) -> u64 {
 /// | attention: probabilities, unless they are recomputed | `as²b/t` |
 /// | MLP: GELU's input and gate, and its output as the input of fc2 | `12 sbh/t` |
 ///
-/// In bytes `sbh (16 + 8 + 64/t + 4as/(ht))`; Korthikanti et al. 2022 count
-/// `sbh (10 + 24/t + 5as/(ht))` in 16 bit. Sequence parallelism divides the first two rows by `t` as
+/// In bytes `sbh (16 + 8 + 64/t + 4as/(ht))`, and in 16 bits, where dropout's factors stay in f32,
+/// `sbh (8 + 8 + 32/t + 2as/(ht))`; Korthikanti et al. 2022 count
+/// `sbh (10 + 24/t + 5as/(ht))`. Sequence parallelism divides the first two rows by `t` as
 /// well. Full recomputation keeps `sbh` for each group of layers, `sbh/t` under sequence parallelism.
 struct KeptValues<'a> {
     config: &'a ResolvedConfig,
+    /// Bytes of an activation.
+    value: u64,
     /// `s b`
     tokens: u64,
     /// Ranks that share the tensor-parallel regions.
@@ -105,6 +113,7 @@ impl<'a> KeptValues<'a> {
         );
         KeptValues {
             config,
+            value: value_bytes(config),
             tokens: (batch.seq_length * batch.micro_batch_size) as u64,
             t,
             parts: match config.config().parallel.sequence_parallel {
@@ -114,16 +123,17 @@ impl<'a> KeptValues<'a> {
         }
     }
 
-    /// `[s, b, h]`, or the rank's part of it.
+    /// Values of `[s, b, h]`, or of the rank's part of it.
     fn hidden(&self) -> u64 {
         self.tokens * self.config.config().model.hidden_size as u64 / self.parts
     }
 
-    /// A norm over the hidden size: its normalised input, a scale for each token, and its output.
+    /// Bytes of a norm over the hidden size: its normalised input, a scale for each token, and its output.
     fn norm(&self) -> u64 {
-        2 * self.hidden() + self.tokens / self.parts
+        2 * self.value * self.hidden() + F32 * self.tokens / self.parts
     }
 
+    /// Bytes of a layer.
     fn layer(&self) -> u64 {
         let model = self.config.model().transformer;
         let of = |features: usize| self.tokens * features as u64 / self.t;
@@ -131,7 +141,7 @@ impl<'a> KeptValues<'a> {
         let (d, f) = (model.kv_channels, model.ffn_hidden_size);
         let qkv = of((a + 2 * g) * d);
         let head_norms = match model.qk_layernorm {
-            true => of((a + g) * (d + 1)),
+            true => self.value * of((a + g) * d) + F32 * of(a + g),
             false => 0,
         };
         let probabilities = match model.recompute {
@@ -142,15 +152,14 @@ impl<'a> KeptValues<'a> {
             Activation::Gelu(_) | Activation::SwiGlu => of(2 * f),
             Activation::SquaredRelu => of(f),
         };
-        let dropouts = 2 * self.dropout();
-        let attention = qkv + head_norms + probabilities + of(a * d);
-        2 * self.norm() + dropouts + attention + inner + of(f)
+        let values = qkv + probabilities + of(a * d) + inner + of(f);
+        2 * self.norm() + 2 * self.dropout() + head_norms + self.value * values
     }
 
-    /// The factors of one dropout on `[s, b, h]`.
+    /// Bytes of the factors of one dropout on `[s, b, h]`.
     fn dropout(&self) -> u64 {
         match self.config.config().model.hidden_dropout > 0.0 {
-            true => self.hidden(),
+            true => F32 * self.hidden(),
             false => 0,
         }
     }
@@ -162,24 +171,26 @@ impl<'a> KeptValues<'a> {
         let recompute = model.transformer.recompute;
         let groups = recompute.map_or(Vec::new(), |recompute| recompute.groups(layers));
         let recomputed: usize = groups.iter().map(|group| group.len()).sum();
-        let mut values = (layers - recomputed) as u64 * self.layer();
-        let mut bytes = 0;
+        let mut bytes = (layers - recomputed) as u64 * self.layer();
         // A stage's input is kept with its gradient's node, and is the first group's as well.
         let inputs = groups.len().max(usize::from(!stage.is_first())) as u64;
-        values += inputs * self.hidden();
+        bytes += self.value * inputs * self.hidden();
         if stage.is_first() {
-            values += self.dropout();
             // The tokens; and which of them are in this rank's part of the table.
-            bytes += I32 * self.tokens;
-            values += if self.t > 1 { self.tokens } else { 0 };
+            bytes += self.dropout() + I32 * self.tokens;
+            bytes += if self.t > 1 {
+                self.value * self.tokens
+            } else {
+                0
+            };
         }
         if stage.is_last() {
             let vocab = model.padded_vocab_size as u64 / self.t;
-            // The softmax; each token's place in it and whether it is there.
-            values += self.norm() + self.tokens * (vocab + 1);
+            // The softmax in f32; each token's place in it and whether it is there.
+            bytes += self.norm() + F32 * self.tokens * (vocab + 1);
             bytes += I64 * self.tokens;
         }
-        bytes + F32 * values
+        bytes
     }
 }
 
@@ -227,7 +238,7 @@ mod tests {
     use crate::grads::DataParallelConfig;
     use crate::layers::RecomputeGranularity;
     use crate::models::gpt::GptConfig;
-    use crate::optim::OptimizerConfig;
+    use crate::optim::{MixedPrecisionConfig, OptimizerConfig};
     use crate::topology::ParallelConfig;
     use crate::train::{BatchConfig, TrainConfig};
 
@@ -261,6 +272,7 @@ mod tests {
             train_iters: 1,
             seed: 1,
             calculate_per_token_loss: false,
+            mixed_precision: MixedPrecisionConfig::default(),
             check_for_nan_in_loss_and_grad: true,
         };
         config.resolve().unwrap()
@@ -283,18 +295,18 @@ mod tests {
             let t = t as u64;
             let scales = 2 * F32 * S * B;
             let split = 64 * sbh / t + 4 * A * S * S * B / t;
-            let layer = F32 * KeptValues::new(&plain).layer();
+            let layer = KeptValues::new(&plain).layer();
             assert_eq!(layer, 24 * sbh + split + scales);
             if t > 1 {
                 let divided = config(t as usize, true, dropout());
-                let layer = F32 * KeptValues::new(&divided).layer();
+                let layer = KeptValues::new(&divided).layer();
                 assert_eq!(layer, (24 * sbh + scales) / t + split);
             }
             let selective = GptConfig {
                 recompute_granularity: Some(RecomputeGranularity::Selective),
                 ..dropout()
             };
-            let layer = F32 * KeptValues::new(&config(t as usize, false, selective)).layer();
+            let layer = KeptValues::new(&config(t as usize, false, selective)).layer();
             assert_eq!(layer, 24 * sbh + 64 * sbh / t + scales);
         }
     }

@@ -1,6 +1,7 @@
 //! Forward and backward of microbatches through a rank's stages: what the pipeline's executor runs.
 
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
+use crate::Precision;
 use crate::autograd::BackwardSeed;
 use crate::dropout::PassContext;
 use crate::error::{ErrorKind, Result};
@@ -10,7 +11,7 @@ use crate::models::{Stage, StageInput};
 use crate::pipeline::{Kind, Schedule, Work};
 use crate::shard::ShardedModel;
 use crate::topology::PipelineShape;
-use burn::tensor::{Device, Gradients, Tensor, TensorData};
+use burn::tensor::{Device, Gradients, Tensor};
 use std::collections::HashMap;
 
 /// What the passes of one step have in common.
@@ -26,6 +27,10 @@ pub(super) struct Step<'a> {
     /// From one microbatch's first sample to the next's, in the global batch.
     pub samples_apart: u64,
     pub calculate_per_token_loss: bool,
+    /// What the loss is multiplied by before its backward.
+    pub backward_scale: f64,
+    /// The type of what stages exchange.
+    pub precision: Precision,
     /// The rank, where it is an error that a loss is not a number.
     pub checked_on: Option<usize>,
 }
@@ -147,8 +152,8 @@ impl<M: Stage> Work for Passes<'_, M> {
         let received = input.as_ref().map_or(0, Vec::capacity);
         let before = in_use(self.memory) - received as i64;
         let input = input.map(|bytes| {
-            let data = step.hidden_data(chunk, bytes);
-            Tensor::from_data(data, step.device).require_grad()
+            let hidden = step.hidden(chunk, &bytes, step.device);
+            hidden.require_grad()
         });
         let hooked = self.hooked(stage, microbatch);
         let chunk = hooked.as_ref().unwrap_or(chunk);
@@ -185,9 +190,9 @@ impl<M: Stage> Work for Passes<'_, M> {
         let mut gradients: Gradients = match (end, gradient) {
             (End::Loss(loss), _) => loss.backward(),
             (End::Output(seed), Some(bytes)) => {
-                let data = self.step.hidden_data(&self.model.chunks()[chunk], bytes);
                 let device = self.step.device.clone().inner();
-                seed.backward(Tensor::<3>::from_data(data, &device))
+                let chunk = &self.model.chunks()[chunk];
+                seed.backward(self.step.hidden(chunk, &bytes, &device))
             }
             (End::Output(_), None) => unreachable!("all stages but the last receive a gradient"),
         };
@@ -243,8 +248,7 @@ impl<M: Stage> Work for ForwardPasses<'_, M> {
     ) -> Result<Option<Vec<u8>>> {
         let step = self.step;
         let chunk = &self.chunks[step.pipeline.chunk_of(stage)];
-        let input =
-            input.map(|bytes| Tensor::from_data(step.hidden_data(chunk, bytes), step.device));
+        let input = input.map(|bytes| step.hidden(chunk, &bytes, step.device));
         let output = step.forward(chunk, microbatch, input);
         if step.is_last(stage) {
             let (loss, _) = step.loss(chunk, microbatch, output)?;
@@ -274,11 +278,12 @@ impl Step<'_> {
     }
 
     fn message_bytes<M: Stage>(&self, chunk: &M) -> usize {
-        size_of::<f32>() * self.hidden_shape(chunk).iter().product::<usize>()
+        self.precision.bytes() * self.hidden_shape(chunk).iter().product::<usize>()
     }
 
-    fn hidden_data<M: Stage>(&self, chunk: &M, bytes: Vec<u8>) -> TensorData {
-        hidden_data(bytes, self.hidden_shape(chunk))
+    /// What a stage received.
+    fn hidden<M: Stage>(&self, chunk: &M, bytes: &[u8], device: &Device) -> Tensor<3> {
+        from_bytes(bytes, self.hidden_shape(chunk), self.precision, device)
     }
 
     fn forward<M: Stage>(
@@ -329,15 +334,12 @@ impl Step<'_> {
             true => sum,
             false => sum / (tokens.max(1.0) * self.microbatches.len() as f64),
         };
+        let scaled = match self.backward_scale == 1.0 {
+            true => scaled,
+            false => scaled * self.backward_scale,
+        };
         Ok((loss, scaled))
     }
-}
-
-/// What a stage received, as the data of `[s, b, h]`.
-pub(super) fn hidden_data(bytes: Vec<u8>, shape: [usize; 3]) -> TensorData {
-    // Bytes may lie anywhere, f32 only at multiples of 4: hence a copy.
-    let values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
-    TensorData::new(values, shape)
 }
 
 /// Bytes in use; 0 where nobody counts.
@@ -349,4 +351,14 @@ fn in_use(memory: MemoryAccount) -> i64 {
 /// A tensor as a message.
 pub(super) fn to_bytes(x: Tensor<3>) -> Vec<u8> {
     x.into_data().as_bytes().to_vec()
+}
+
+/// The way back.
+pub(super) fn from_bytes(
+    bytes: &[u8],
+    shape: [usize; 3],
+    precision: Precision,
+    device: &Device,
+) -> Tensor<3> {
+    Tensor::from_data(precision.data(bytes, shape), (device, precision.dtype()))
 }

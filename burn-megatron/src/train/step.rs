@@ -11,7 +11,7 @@ use crate::launch::RankContext;
 use crate::layers::LayerSpec;
 use crate::models::Stage;
 use crate::models::gpt::GptModel;
-use crate::optim::Optimizer;
+use crate::optim::{LossScaler, Optimizer};
 use crate::pipeline::{self, Schedule, Span};
 use crate::shard::{FullWeights, ParallelBuilder, ShardedModel};
 use crate::topology::nearest::multiples;
@@ -38,6 +38,8 @@ pub struct StepOutput {
     pub tokens: u64,
     /// Steps so far whose gradients were not finite, and which updated nothing.
     pub skipped_iterations: u64,
+    /// What this step's mean loss was multiplied by before its backward, under fp16.
+    pub loss_scale: Option<f64>,
 }
 
 /// One rank's model, gradients and optimizer.
@@ -59,6 +61,9 @@ pub struct Trainer<M = GptModel> {
     pub(super) consumed_samples: u64,
     /// Steps that updated nothing, for gradients that are not finite.
     pub(super) skipped_iterations: u64,
+    /// Samples of those steps: the schedules of learning rate and weight decay do not count them.
+    pub(super) skipped_samples: u64,
+    pub(super) loss_scaler: Option<LossScaler>,
     /// The thread that communicates beside the computation, and the parameters that it brings.
     background: Option<Arc<Background>>,
     arriving: Option<OverlappedGather>,
@@ -87,7 +92,9 @@ impl Trainer {
         weights: Option<&FullWeights>,
     ) -> Result<Self> {
         let sequence_parallel = config.config().parallel.sequence_parallel;
-        let builder = ParallelBuilder::new(rank).with_sequence_parallel(sequence_parallel);
+        let builder = ParallelBuilder::new(rank)
+            .with_sequence_parallel(sequence_parallel)
+            .with_precision(config.config().mixed_precision.precision());
         let stages = config.layout().stages_of(rank.groups.pp.comm.rank());
         let (model, spec) = (config.model(), LayerSpec::gpt());
         let chunks = stages.map(|stage| model.init_stage(&spec, stage, &builder));
@@ -118,8 +125,20 @@ impl<M: Stage> Trainer<M> {
             let violation = Violation::new(rule, multiples(seq, tp));
             return Err(Error::config(vec![violation]));
         }
-        if let Some(violation) = config.data_parallel.violation() {
-            return Err(Error::config(vec![violation]));
+        let precision = model.precision();
+        let mut violations = config.mixed_precision.violations();
+        violations.extend(config.data_parallel.violations(precision));
+        if precision != config.mixed_precision.precision() {
+            let (made, asked) = (precision.name(), config.mixed_precision.precision().name());
+            let rule = format!("the model's parameters are {made}, but its training is {asked}");
+            violations.push(Violation::new(rule, ["ParallelBuilder::with_precision"]));
+        }
+        if !rank.device.supports_dtype(precision.dtype()) {
+            let rule = format!("{:?} does not compute in {}", rank.device, precision.name());
+            violations.push(Violation::new(rule, ["fp32"]));
+        }
+        if !violations.is_empty() {
+            return Err(Error::config(violations));
         }
         let overlaps = rank.groups.dp.comm.size() > 1 && config.data_parallel.overlaps();
         let background = match overlaps {
@@ -130,8 +149,7 @@ impl<M: Stage> Trainer<M> {
         config.check_rampup(chunks, &rank.groups)?;
         let schedule = config.schedule_of(chunks, &rank.groups, whole)?;
         let (params, dp) = (model.params(), &*rank.groups.dp.comm);
-        let data_parallel =
-            DataParallel::new(config.data_parallel, params, model.num_elements(), dp);
+        let data_parallel = DataParallel::new(config.data_parallel, &model, dp);
         let (optimizer, optimizer_bytes) = rank.memory.measure(|| {
             let owned = data_parallel.owned();
             let optimizer = Optimizer::new(config.optimizer.rule(), params, owned);
@@ -157,11 +175,13 @@ impl<M: Stage> Trainer<M> {
             gradients,
             memory,
             model,
-            config,
             context: rank.clone(),
             iteration: 0,
             consumed_samples: 0,
             skipped_iterations: 0,
+            skipped_samples: 0,
+            loss_scaler: LossScaler::new(&config.mixed_precision),
+            config,
             background,
             arriving: None,
             last_step: PipelineRecord::default(),
@@ -206,20 +226,29 @@ impl<M: Stage> Trainer<M> {
             true => 1.0 / loss.tokens.max(1.0),
             false => 1.0 / groups.dp.comm.size() as f64,
         };
+        let loss_scale = self.loss_scale();
+        let average = average / self.backward_scale(samples);
         let norm = average * self.finish_gradients()?;
-        if !norm.is_finite() && self.config.check_for_nan_in_loss_and_grad {
+        let overflow = !norm.is_finite();
+        let expected = self.loss_scaler.as_ref().is_some_and(LossScaler::can_fall);
+        if overflow && !expected && self.config.check_for_nan_in_loss_and_grad {
             return Err(self.not_finite(norm));
         }
-        let learning_rate = self.config.schedule.learning_rate(self.consumed_samples);
-        if norm.is_finite() {
+        if let Some(scaler) = &mut self.loss_scaler {
+            scaler.update(overflow);
+        }
+        let scheduled = self.consumed_samples - self.skipped_samples;
+        let learning_rate = self.config.schedule.learning_rate(scheduled);
+        if !overflow {
             let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
-            let weight_decay = self.config.weight_decay.weight_decay(self.consumed_samples);
+            let weight_decay = self.config.weight_decay.weight_decay(scheduled);
             let (values, gradients) = (&mut self.values, &self.gradients);
             let scale = average * clip;
             (self.optimizer).step(values, gradients, scale, learning_rate, weight_decay);
             self.publish_values()?;
         } else {
             self.skipped_iterations += 1;
+            self.skipped_samples += samples as u64;
         }
         self.iteration += 1;
         self.consumed_samples += samples as u64;
@@ -234,6 +263,7 @@ impl<M: Stage> Trainer<M> {
             consumed_samples: self.consumed_samples,
             tokens: (samples * self.config.batch.seq_length) as u64,
             skipped_iterations: self.skipped_iterations,
+            loss_scale,
         })
     }
 
@@ -343,12 +373,32 @@ impl<M: Stage> Trainer<M> {
             Some(part) => format!("that of {}", self.model.params()[part.param].name),
             None => "another rank's".into(),
         };
+        let scale = match self.loss_scale() {
+            Some(scale) => format!(", at a loss scale of {scale} that cannot fall"),
+            None => String::new(),
+        };
         let reason = format!(
-            "found a gradient norm of {norm} in iteration {}: {whose} is not finite",
+            "found a gradient norm of {norm} in iteration {}: {whose} is not finite{scale}",
             self.iteration + 1
         );
         let rank = self.context.rank;
         ErrorKind::Rank { rank, reason }.into()
+    }
+
+    /// What a step's mean loss is multiplied by, under fp16.
+    fn loss_scale(&self) -> Option<f64> {
+        self.loss_scaler.as_ref().map(|scaler| scaler.now().scale)
+    }
+
+    /// What a backward's loss is multiplied by in a step of so many samples. Under fp16 a sum over tokens is
+    /// brought to the size of the mean, so that a loss scale means the same for both.
+    fn backward_scale(&self, samples: usize) -> f64 {
+        let tokens = samples * self.config.batch.seq_length;
+        match (self.loss_scale(), self.config.calculate_per_token_loss) {
+            (None, _) => 1.0,
+            (Some(scale), false) => scale,
+            (Some(scale), true) => scale / tokens as f64,
+        }
     }
 
     /// Waits for updated parameters that are on their way from other ranks, as the next forward would.
@@ -432,6 +482,7 @@ impl<M: Stage> Trainer<M> {
     ) -> Step<'a> {
         let dp = &self.context.groups.dp.comm;
         let samples = self.config.batch.micro_batch_size;
+        let at_once = samples * dp.size();
         Step {
             pipeline: *schedule.shape(),
             shape: self.shape(),
@@ -446,6 +497,8 @@ impl<M: Stage> Trainer<M> {
             },
             samples_apart: (dp.size() * samples) as u64,
             calculate_per_token_loss: self.config.calculate_per_token_loss,
+            backward_scale: self.backward_scale(at_once * schedule.shape().microbatches),
+            precision: self.model.precision(),
             checked_on: (training && self.config.check_for_nan_in_loss_and_grad)
                 .then_some(self.context.rank),
         }

@@ -56,10 +56,15 @@ impl StepVolumes {
     /// parallel: every parameter's gradient, once, by buckets; with a distributed optimizer every updated
     /// parameter as well. Pipeline: `[s, b, h]`, or `[s/t, b, h]`,
     /// for each microbatch to the next stage, and back. Tied embedding: the rank's part of the table.
+    /// Activations, their gradients and parameters have the model's type, other gradients f32.
     pub(super) fn of(config: &ResolvedConfig, pp_rank: usize) -> Self {
         let (batch, layout) = (config.config().batch, config.layout());
         let (model, sizes) = (config.model(), layout.grid.sizes());
         let hidden = model.transformer.hidden_size as u64;
+        // Bytes of an activation or a parameter, and of a gradient between data-parallel ranks.
+        let value = config.config().mixed_precision.precision().bytes() as u64;
+        let data_parallel = config.config().data_parallel;
+        let gradient = data_parallel.gradient_precision().bytes() as u64;
         let tokens = (batch.seq_length * batch.micro_batch_size) as u64;
         let microbatches = layout.num_microbatches as u64;
         let stages: Vec<_> = layout.stages_of(pp_rank).collect();
@@ -80,7 +85,7 @@ impl StepVolumes {
         // Of [s, b, h], in each microbatch.
         let activations = |count: u64| StepVolume {
             calls: microbatches * count,
-            bytes: microbatches * count * F32 * tokens * hidden,
+            bytes: microbatches * count * value * tokens * hidden,
         };
         let reduced = activations(match sequence_parallel {
             true => 0,
@@ -102,16 +107,16 @@ impl StepVolumes {
             calls: 1,
             bytes: microbatches * I64 * rows,
         };
-        let distributed = config.config().data_parallel.use_distributed_optimizer;
+        let distributed = data_parallel.use_distributed_optimizer;
         let buckets = config.buckets(pp_rank);
         let dp = StepVolume {
             calls: buckets.ranges().len() as u64,
-            bytes: F32 * buckets.elements() as u64,
+            bytes: gradient * buckets.elements() as u64,
         };
         // Two f64 of each rank are gathered for the loss, and two for the gradient's norm.
         let dp_gather = StepVolume {
             calls: dp.calls + 2,
-            bytes: dp.bytes + 4 * F64 * layout.dp as u64,
+            bytes: value * buckets.elements() as u64 + 4 * F64 * layout.dp as u64,
         };
         let sends = config.pipeline_schedule().sends(pp_rank) as u64;
         let parts = if sequence_parallel {
@@ -121,14 +126,14 @@ impl StepVolumes {
         };
         let pp = StepVolume {
             calls: sends,
-            bytes: sends * F32 * tokens / parts * hidden,
+            bytes: sends * value * tokens / parts * hidden,
         };
         // Of the table each rank sums what it owns.
         let (table, owners) = (
             hidden as usize * model.padded_vocab_size / sizes.tp,
             if distributed { layout.dp } else { 1 },
         );
-        let size = config.config().data_parallel.ddp_bucket_size;
+        let size = data_parallel.ddp_bucket_size;
         let embedding = match distributed {
             true => Buckets::of_segments([table], size, owners).ranges().len(),
             false => 1,

@@ -7,10 +7,11 @@
 mod mailbox;
 mod rendezvous;
 
-use super::{Communicator, ReduceOp};
+use super::values::{self, Number};
+use super::{Communicator, ReduceOp, Values, ValuesMut};
 use crate::error::Result;
 use crate::memory::{given_away, taken_over};
-use rendezvous::{Call, Group, Op, lock};
+use rendezvous::{Call, Group, NumberType, Op, lock};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -87,43 +88,12 @@ impl Communicator for ThreadCommunicator {
         self.group.members.len()
     }
 
-    fn all_reduce(&self, buf: &mut [f32], op: ReduceOp) -> Result<()> {
-        let len = buf.len();
-        let call = Call {
-            op: Op::AllReduce(op),
-            buffer: buf.as_mut_ptr().cast(),
-            len,
-        };
-        let (rank, size) = (self.rank, self.size());
-        self.round(call, |calls| {
-            // Whole cache lines per rank, so that no two ranks write to one line.
-            let per_rank = len.div_ceil(size).next_multiple_of(16);
-            let (start, end) = ((rank * per_rank).min(len), ((rank + 1) * per_rank).min(len));
-            let mut acc = [0f32; TILE];
-            for at in (start..end).step_by(TILE) {
-                let acc = &mut acc[..TILE.min(end - at)];
-                for (i, call) in calls.iter().enumerate() {
-                    // SAFETY: all calls have `len` elements (checked by `meet`); each buffer's
-                    // owner waits in `round` until every share is done; elements start..end are
-                    // touched by this rank alone, since the ranks' shares do not overlap.
-                    let theirs = unsafe {
-                        std::slice::from_raw_parts(call.buffer.cast::<f32>().add(at), acc.len())
-                    };
-                    if i == 0 {
-                        acc.copy_from_slice(theirs);
-                    } else {
-                        accumulate(acc, theirs, op);
-                    }
-                }
-                for call in calls {
-                    // SAFETY: as above; the shared borrow `theirs` has ended.
-                    let theirs = unsafe {
-                        std::slice::from_raw_parts_mut(call.buffer.cast::<f32>().add(at), acc.len())
-                    };
-                    theirs.copy_from_slice(acc);
-                }
-            }
-        })
+    fn all_reduce_values(&self, buf: ValuesMut<'_>, op: ReduceOp) -> Result<()> {
+        match buf {
+            ValuesMut::F32(buf) => self.all_reduce_numbers(buf, op, NumberType::F32),
+            ValuesMut::Bf16(buf) => self.all_reduce_numbers(buf, op, NumberType::Bf16),
+            ValuesMut::F16(buf) => self.all_reduce_numbers(buf, op, NumberType::F16),
+        }
     }
 
     fn all_gather(&self, send: &[u8], recv: &mut [u8]) -> Result<()> {
@@ -147,31 +117,19 @@ impl Communicator for ThreadCommunicator {
         })
     }
 
-    fn reduce_scatter(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
-        assert_eq!(
-            send.len(),
-            recv.len() * self.size(),
-            "reduce_scatter: send is size * recv"
-        );
-        let call = Call {
-            op: Op::ReduceScatter,
-            buffer: send.as_ptr().cast_mut().cast(),
-            len: send.len(),
-        };
-        let offset = self.rank * recv.len();
-        self.round(call, |calls| {
-            for (i, call) in calls.iter().enumerate() {
-                // SAFETY: `send.len()` elements, lent by a rank that waits in `round`; only read.
-                let theirs = unsafe {
-                    std::slice::from_raw_parts(call.buffer.cast::<f32>().add(offset), recv.len())
-                };
-                if i == 0 {
-                    recv.copy_from_slice(theirs);
-                } else {
-                    accumulate(recv, theirs, ReduceOp::Sum);
-                }
+    fn reduce_scatter_values(&self, send: Values<'_>, recv: ValuesMut<'_>) -> Result<()> {
+        match (send, recv) {
+            (Values::F32(send), ValuesMut::F32(recv)) => {
+                self.reduce_scatter_numbers(send, recv, NumberType::F32)
             }
-        })
+            (Values::Bf16(send), ValuesMut::Bf16(recv)) => {
+                self.reduce_scatter_numbers(send, recv, NumberType::Bf16)
+            }
+            (Values::F16(send), ValuesMut::F16(recv)) => {
+                self.reduce_scatter_numbers(send, recv, NumberType::F16)
+            }
+            _ => panic!("reduce_scatter: recv has the type of send"),
+        }
     }
 
     fn broadcast(&self, buf: &mut [u8], root: usize) -> Result<()> {
@@ -239,6 +197,88 @@ impl Communicator for ThreadCommunicator {
 }
 
 impl ThreadCommunicator {
+    fn all_reduce_numbers<T: Number>(
+        &self,
+        buf: &mut [T],
+        op: ReduceOp,
+        number: NumberType,
+    ) -> Result<()> {
+        let len = buf.len();
+        let call = Call {
+            op: Op::AllReduce(op, number),
+            buffer: buf.as_mut_ptr().cast(),
+            len,
+        };
+        let (rank, size) = (self.rank, self.size());
+        self.round(call, |calls| {
+            // Whole cache lines per rank, so that no two ranks write to one line.
+            let line = 64 / size_of::<T>();
+            let per_rank = len.div_ceil(size).next_multiple_of(line);
+            let (start, end) = ((rank * per_rank).min(len), ((rank + 1) * per_rank).min(len));
+            let mut sums = [0f32; TILE];
+            for at in (start..end).step_by(TILE) {
+                let sums = &mut sums[..TILE.min(end - at)];
+                for (i, call) in calls.iter().enumerate() {
+                    // SAFETY: all calls have `len` numbers of type T (checked by `meet`); each
+                    // buffer's owner waits in `round` until every share is done; elements
+                    // start..end are touched by this rank alone, since the ranks' shares do not
+                    // overlap.
+                    let theirs = unsafe {
+                        std::slice::from_raw_parts(call.buffer.cast::<T>().add(at), sums.len())
+                    };
+                    match i {
+                        0 => values::start(sums, theirs),
+                        _ => values::accumulate(sums, theirs, op),
+                    }
+                }
+                for call in calls {
+                    // SAFETY: as above; the shared borrow `theirs` has ended.
+                    let theirs = unsafe {
+                        std::slice::from_raw_parts_mut(call.buffer.cast::<T>().add(at), sums.len())
+                    };
+                    values::finish(theirs, sums);
+                }
+            }
+        })
+    }
+
+    fn reduce_scatter_numbers<T: Number>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        number: NumberType,
+    ) -> Result<()> {
+        assert_eq!(
+            send.len(),
+            recv.len() * self.size(),
+            "reduce_scatter: send is size * recv"
+        );
+        let call = Call {
+            op: Op::ReduceScatter(number),
+            buffer: send.as_ptr().cast_mut().cast(),
+            len: send.len(),
+        };
+        let first = self.rank * recv.len();
+        self.round(call, |calls| {
+            let mut sums = [0f32; TILE];
+            for (tile, recv) in recv.chunks_mut(TILE).enumerate() {
+                let (at, sums) = (first + tile * TILE, &mut sums[..recv.len()]);
+                for (i, call) in calls.iter().enumerate() {
+                    // SAFETY: `send.len()` numbers of type T (checked by `meet`), lent by a rank
+                    // that waits in `round`; only read.
+                    let theirs = unsafe {
+                        std::slice::from_raw_parts(call.buffer.cast::<T>().add(at), sums.len())
+                    };
+                    match i {
+                        0 => values::start(sums, theirs),
+                        _ => values::accumulate(sums, theirs, ReduceOp::Sum),
+                    }
+                }
+                values::finish(recv, sums);
+            }
+        })
+    }
+
     fn check_peer(&self, peer: usize) {
         assert!(
             peer < self.size() && peer != self.rank,
@@ -246,14 +286,6 @@ impl ThreadCommunicator {
             self.rank,
             self.size()
         );
-    }
-}
-
-fn accumulate(acc: &mut [f32], values: &[f32], op: ReduceOp) {
-    let pairs = acc.iter_mut().zip(values);
-    match op {
-        ReduceOp::Sum => pairs.for_each(|(a, v)| *a += v),
-        ReduceOp::Max => pairs.for_each(|(a, v)| *a = a.max(*v)),
     }
 }
 
@@ -366,6 +398,26 @@ mod tests {
             let first = (3 * 2 * rank + 3) as f32;
             assert_eq!(part, [first, first + 3.0]);
             assert_eq!((&text, top), (b"yes", [0.0]));
+        }
+    }
+
+    #[test]
+    fn values_of_16_bits_are_added_in_f32_and_rounded_once() {
+        use burn::tensor::{bf16, f16};
+        // In bf16 256 + 1 is 256: added one by one, the ones would be lost.
+        let results = on_ranks(3, LONG, |comm| {
+            let value = [256.0, 1.0, 1.0][comm.rank()];
+            let mut all = vec![bf16::from_f32(value); 5000];
+            comm.all_reduce_values(ValuesMut::Bf16(&mut all), ReduceOp::Sum)?;
+            let send = vec![f16::from_f32(value); 3 * 5000];
+            let mut part = vec![f16::ZERO; 5000];
+            comm.reduce_scatter_values(Values::F16(&send), ValuesMut::F16(&mut part))?;
+            Ok((all, part))
+        });
+        for result in results {
+            let (all, part) = result.expect("collectives");
+            assert!(all.iter().all(|sum| sum.to_f32() == 258.0));
+            assert!(part.iter().all(|sum| sum.to_f32() == 258.0));
         }
     }
 

@@ -42,20 +42,28 @@ impl Group {
 /// The operation of one call; all ranks of a round must agree on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Op {
-    AllReduce(ReduceOp),
+    AllReduce(ReduceOp, NumberType),
     AllGather,
-    ReduceScatter,
+    ReduceScatter(NumberType),
     Broadcast { root: usize },
     Barrier,
+}
+
+/// What the buffers of a reduction hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NumberType {
+    F32,
+    Bf16,
+    F16,
 }
 
 impl Op {
     fn name(self) -> &'static str {
         match self {
-            Op::AllReduce(ReduceOp::Sum) => "all-reduce (sum)",
-            Op::AllReduce(ReduceOp::Max) => "all-reduce (max)",
+            Op::AllReduce(ReduceOp::Sum, _) => "all-reduce (sum)",
+            Op::AllReduce(ReduceOp::Max, _) => "all-reduce (max)",
             Op::AllGather => "all-gather",
-            Op::ReduceScatter => "reduce-scatter",
+            Op::ReduceScatter(_) => "reduce-scatter",
             Op::Broadcast { .. } => "broadcast",
             Op::Barrier => "barrier",
         }
@@ -63,7 +71,7 @@ impl Op {
 }
 
 /// One rank's call: what it asks for and where its buffers are. `len` counts the elements of the
-/// buffer that all ranks must agree on (bytes or f32, by operation).
+/// buffer that all ranks must agree on (bytes or numbers, by operation).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Call {
     pub(super) op: Op,

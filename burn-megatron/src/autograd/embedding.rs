@@ -1,0 +1,88 @@
+//! Rows of a table, with the backward that adds their gradients up in f32.
+
+use super::{ParallelOps, narrowed, widened};
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
+use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Shape, Tensor};
+
+/// The rows `index` of a table. In the backward a row that was taken often gets the sum of many gradients;
+/// under mixed precision it is added up in f32 and rounded once.
+///
+/// # Shapes
+/// - `table`: `[rows, h]`
+/// - `index`: `[n]`
+/// - output: `[n, h]`
+pub fn embedding_rows(table: Tensor<2>, index: Tensor<1, Int>) -> Tensor<2> {
+    let (table, index) = (table.into_dispatch(), index.into_dispatch());
+    Tensor::from_dispatch(Dispatch::embedding_rows(table, index))
+}
+
+/// The table's gradient, of its `shape` and type.
+fn table_gradient<B: Backend>(
+    dy: FloatTensor<B>,
+    index: IntTensor<B>,
+    shape: Shape,
+    dtype: DType,
+) -> FloatTensor<B> {
+    let dy = widened::<B>(dy);
+    let zeros = B::float_zeros(shape, &dy.device(), FloatDType::from(dy.dtype()));
+    let sums = B::float_select_assign(zeros, 0, index, dy, IndexingUpdateOp::Add);
+    narrowed::<B>(sums, dtype)
+}
+
+pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
+    table: FloatTensor<Autodiff<B, C>>,
+    index: IntTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct EmbeddingBackward;
+
+    impl<B: ParallelOps> Backward<B, 1> for EmbeddingBackward {
+        /// The rows taken, and the table's shape and type.
+        type State = (IntTensor<B>, Shape, DType);
+
+        fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let (index, shape, dtype) = ops.state;
+            unary::<B, _>(ops.parents, ops.node, grads, |dy| {
+                table_gradient::<B>(dy, index, shape, dtype)
+            });
+        }
+    }
+
+    let (table, node) = table.into_parts();
+    let (shape, dtype) = (table.shape(), table.dtype());
+    let rows = B::embedding_rows(table, index.clone());
+    match EmbeddingBackward
+        .prepare::<C>([node])
+        .compute_bound()
+        .stateful()
+    {
+        OpsKind::Tracked(prep) => prep.finish((index, shape, dtype), rows),
+        OpsKind::UnTracked(prep) => prep.finish(rows),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::Device;
+
+    #[test]
+    fn a_row_that_is_taken_often_gets_every_gradient() {
+        // In bf16 a running sum of ones would stop at 256.
+        let device = Device::flex().autodiff();
+        for dtype in [DType::F32, DType::BF16] {
+            let table = Tensor::<2>::ones([3, 2], (&device, dtype)).require_grad();
+            let index = [vec![1; 1000], vec![2]].concat();
+            let rows = embedding_rows(table.clone(), Tensor::from_data(&index[..], &device));
+            assert_eq!(rows.dims(), [1001, 2]);
+            let gradient = table.grad(&rows.sum().backward()).unwrap().into_data();
+            assert_eq!(gradient.dtype(), dtype);
+            let values: Vec<f32> = gradient.iter().collect();
+            assert_eq!(values, [0.0, 0.0, 1000.0, 1000.0, 1.0, 1.0]);
+        }
+    }
+}
