@@ -2,8 +2,9 @@
 //! training step.
 
 use burn_megatron::Result;
-use burn_megatron::checkpoint::{Checkpoint, SaveTo, Saver};
+use burn_megatron::checkpoint::{Checkpoint, Kind, SaveTo, Saver};
 use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
+use burn_megatron::shard::{Init, ParamSpec};
 use burn_megatron::train::{LoadOptions, ResolvedConfig, Trainer};
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use megatron_benches::StepCase;
@@ -52,8 +53,9 @@ fn checkpoint(c: &mut Criterion) {
         .measurement_time(Duration::from_secs(10));
     group.throughput(Throughput::BytesDecimal(bytes));
     let plain = scratch.path().join("plain");
+    let data = vec![7u8; bytes as usize];
+    fs::write(&plain, &data).expect("written");
     group.bench_function("reference: plain write and flush", |b| {
-        let data = vec![7u8; bytes as usize];
         b.iter(|| {
             let mut file = File::create(&plain).expect("a file");
             file.write_all(&data).expect("written");
@@ -70,6 +72,9 @@ fn checkpoint(c: &mut Criterion) {
             let mut file = File::open(&plain).expect("a file");
             file.read_to_end(&mut data).expect("read");
         });
+    });
+    group.bench_function("read and checked", |b| {
+        b.iter_custom(|n| read(&config, scratch.path(), n).expect("ranks"));
     });
     group.bench_function("load", |b| {
         b.iter_custom(|n| load(&config, scratch.path(), n).expect("ranks"));
@@ -113,6 +118,31 @@ fn save(config: &ResolvedConfig, dir: &Path, iterations: u64) -> Result<(Duratio
         Ok((start.elapsed(), bytes))
     })?;
     Ok(ranks.into_iter().next().unwrap_or_default())
+}
+
+/// The time in which the ranks read every tensor of a checkpoint, each a part, with its checksums.
+fn read(config: &ResolvedConfig, dir: &Path, iterations: u64) -> Result<Duration> {
+    let ranks = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
+        let mut values = Vec::new();
+        let mut pass = || -> Result<Duration> {
+            rank.groups.world.comm.barrier()?;
+            let start = Instant::now();
+            let checkpoint = Checkpoint::find(&dir.join("save"), None)?;
+            for (name, saved) in &checkpoint.manifest().tensors {
+                let spec = ParamSpec::replicated(saved.shape.clone(), Init::Zeros);
+                let half = spec.full_elements() / 2;
+                let mine = rank.rank * half..(rank.rank + 1) * half;
+                values.resize(values.len().max(half), 0.0);
+                for kind in [Kind::Weight, Kind::ExpAvg, Kind::ExpAvgSq] {
+                    checkpoint.read(kind, name, &spec, &mine, &mut values[..half])?;
+                }
+            }
+            Ok(start.elapsed())
+        };
+        pass()?;
+        (0..iterations).map(|_| pass()).sum::<Result<Duration>>()
+    })?;
+    Ok(ranks.into_iter().max().unwrap_or_default())
 }
 
 fn load(config: &ResolvedConfig, dir: &Path, iterations: u64) -> Result<Duration> {

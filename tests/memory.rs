@@ -1,7 +1,6 @@
 //! What a rank's memory goes to, against what the configuration predicts.
 
 use burn_megatron::memory::CountingAllocator;
-use burn_megatron::optim::MixedPrecisionConfig;
 use burn_megatron::prelude::*;
 use burn_megatron::train::{MeasuredMemory, RankMemory};
 use megatron_tests::Run;

@@ -1,12 +1,11 @@
 //! Weights and activations of 16 bits, against f32 and against one another under every layout.
 
 use crate::checkpoints::{Scratch, go, whole};
-use burn_megatron::Precision;
 use burn_megatron::checkpoint::Kind;
 use burn_megatron::layers::{Recompute, RecomputeMethod};
-use burn_megatron::optim::MixedPrecisionConfig;
 use burn_megatron::prelude::*;
-use megatron_tests::{Run, bits};
+use burn_megatron::train::Sampling;
+use megatron_tests::{Run, bits, fixture, tensors};
 
 const BF16: MixedPrecisionConfig = MixedPrecisionConfig {
     bf16: true,
@@ -231,6 +230,49 @@ fn a_stop_changes_no_bit_in_sixteen_bits() {
 }
 
 #[test]
+fn another_precision_goes_on_from_a_checkpoint() {
+    let plain = Run::at(1, 1);
+    let dir = Scratch::new("other-precision");
+    go(plain, None, 0..5, Some(&dir.0));
+    let want = go(plain, Some(&dir.0), 5..10, None);
+    for mixed in [BF16, FP16] {
+        let got = go(
+            in_precision(mixed, Run::at(2, 1)),
+            Some(&dir.0),
+            5..10,
+            None,
+        );
+        let (loss, _) = distance(&got, &want);
+        assert!(loss > 0.0 && loss <= rounding(mixed), "{loss:e}");
+    }
+}
+
+#[test]
+fn stages_of_an_evaluation_exchange_sixteen_bits() {
+    let sampling = Sampling {
+        temperature: 0.8,
+        top_k: 20,
+        seed: 3,
+    };
+    let ends = [(1, 1), (2, 1), (2, 2)].map(|(pp, v)| {
+        let run = Run {
+            llama: true,
+            ..in_precision(BF16, Run::at(1, 1).with_pipeline(pp, v))
+        };
+        let batches = tensors(fixture("train_tokens.safetensors"));
+        let (_, ends) = run
+            .train(|_, trainer| {
+                let loss = trainer.evaluate(&run.share(&batches, 0, 0))?;
+                Ok((loss.mean(), trainer.generate(&[1, 2, 3], 20, &sampling)?))
+            })
+            .expect("run");
+        ends.into_iter().next().expect("a rank")
+    });
+    assert_eq!(ends[0], ends[1]);
+    assert_eq!(ends[0], ends[2]);
+}
+
+#[test]
 fn a_loss_scale_falls_until_gradients_fit_and_no_schedule_counts_such_steps() {
     let wild = MixedPrecisionConfig {
         initial_loss_scale: 2f64.powi(24),
@@ -268,6 +310,7 @@ fn a_loss_scale_falls_until_gradients_fit_and_no_schedule_counts_such_steps() {
             ..FP16
         },
         MixedPrecisionConfig {
+            initial_loss_scale: 2f64.powi(40),
             min_loss_scale: 2f64.powi(40),
             ..wild
         },

@@ -412,7 +412,7 @@ mod tests {
             let send = vec![f16::from_f32(value); 3 * 5000];
             let mut part = vec![f16::ZERO; 5000];
             comm.reduce_scatter_values(Values::F16(&send), ValuesMut::F16(&mut part))?;
-            Ok((all, part))
+            Ok::<_, crate::Error>((all, part))
         });
         for result in results {
             let (all, part) = result.expect("collectives");
