@@ -3,7 +3,10 @@
 use burn::module::Module;
 use burn::nn::{LayerNormConfig as DenseLayerNormConfig, RmsNormConfig as DenseRmsNormConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_megatron::autograd::{GeluApproximation, RotaryTable, gelu, rotary_embedding, swiglu};
+use burn_megatron::Kernels;
+use burn_megatron::autograd::{
+    GeluApproximation, Heads, RotaryTable, gelu, rotary_embedding, swiglu,
+};
 use burn_megatron::dropout::PassContext;
 use burn_megatron::grads;
 use burn_megatron::layers::*;
@@ -325,38 +328,46 @@ fn swiglu_and_rotary_equal_their_formulas() {
     };
     let part = |x: &Tensor<3>, from: usize, to: usize| x.clone().slice([0..3, 0..5, from..to]);
 
-    let (x, y) = (input(), input());
-    let (gate, up) = (part(&y, 0, 4), part(&y, 4, 8));
-    let plain = burn::tensor::activation::silu(gate) * up;
-    compare("swiglu", swiglu(x.clone()), &x, plain, &y);
+    for kernels in [Kernels::Fused, Kernels::Local] {
+        let (x, y) = (input(), input());
+        let (gate, up) = (part(&y, 0, 4), part(&y, 4, 8));
+        let plain = burn::tensor::activation::silu(gate) * up;
+        compare("swiglu", swiglu(x.clone(), kernels), &x, plain, &y);
 
-    // Two pairs of six features turn, by 1 and by 0.1 radians a position.
-    let frequencies = [1.0, 0.1];
-    let (x, y) = (input(), input());
-    let ours = rotary_embedding(x.clone(), &RotaryTable::new(&frequencies, 5));
-    let angles: Vec<f32> = (0..5)
-        .flat_map(|p| frequencies.map(|f| p as f32 * f))
-        .collect();
-    let angles = Tensor::<3>::from_data(TensorData::new(angles, [1, 5, 2]), &flex).autodiff();
-    let (first, second) = (part(&y, 0, 2), part(&y, 2, 4));
-    let (cos, sin) = (angles.clone().cos(), angles.sin());
-    let turned = [
-        first.clone() * cos.clone() - second.clone() * sin.clone(),
-        second * cos + first * sin,
-        part(&y, 4, 8),
-    ];
-    compare("rotary", ours, &x, Tensor::cat(turned.to_vec(), 2), &y);
+        // The two pairs of the first of two heads turn, by 1 and by 0.1 radians a position.
+        let frequencies = [1.0, 0.1];
+        let (x, y) = (input(), input());
+        let table = RotaryTable::new(&frequencies, 3);
+        let heads = Heads {
+            width: 4,
+            turned: 1,
+        };
+        let ours = rotary_embedding(x.clone(), heads, &table, kernels);
+        let angles = (0..3).flat_map(|p| frequencies.map(|f| p as f32 * f));
+        let angles = TensorData::new(angles.collect(), [3, 1, 2]);
+        let angles = Tensor::<3>::from_data(angles, &flex).autodiff();
+        let (first, second) = (part(&y, 0, 2), part(&y, 2, 4));
+        let (cos, sin) = (angles.clone().cos(), angles.sin());
+        let turned = [
+            first.clone() * cos.clone() - second.clone() * sin.clone(),
+            second * cos + first * sin,
+            part(&y, 4, 8),
+        ];
+        compare("rotary", ours, &x, Tensor::cat(turned.to_vec(), 2), &y);
+    }
 }
 
 #[test]
 fn gelu_follows_its_own_derivative() {
     let flex = Device::flex();
-    for how in [GeluApproximation::Tanh, GeluApproximation::Erf] {
+    let both = [Kernels::Fused, Kernels::Local].into_iter();
+    let both = both.flat_map(|k| [(k, GeluApproximation::Tanh), (k, GeluApproximation::Erf)]);
+    for (kernels, how) in both {
         let points: Vec<f32> = (-60..=60).map(|i| i as f32 / 10.0).collect();
         let x = Tensor::<1>::from_data(points.as_slice(), &flex)
             .autodiff()
             .require_grad();
-        let gradients = gelu(x.clone(), how).sum().backward();
+        let gradients = gelu(x.clone(), how, kernels).sum().backward();
         let got = host(x.grad(&gradients).expect("a gradient"));
         // Central differences of the formula in f64.
         let f = |x: f64| match how {
@@ -368,7 +379,7 @@ fn gelu_follows_its_own_derivative() {
         };
         let slope = |x: f64| ((f(x + 1e-4) - f(x - 1e-4)) / 2e-4) as f32;
         let want: Vec<f32> = points.iter().map(|x| slope(f64::from(*x))).collect();
-        assert_close(&got, &want, 2e-6, &format!("{how:?}"));
+        assert_close(&got, &want, 2e-6, &format!("{kernels:?} {how:?}"));
     }
 }
 

@@ -45,10 +45,10 @@ fn steps(run: Run) -> Vec<StepOutput> {
     run.train(|_, _| Ok(())).expect("run").0
 }
 
-/// The largest difference of two runs' losses, and of their norms, relative.
+/// The largest relative difference of two runs' losses, and of their norms.
 fn distance(a: &[StepOutput], b: &[StepOutput]) -> (f32, f64) {
     let both = || a.iter().zip(b);
-    let losses = both().map(|(a, b)| (a.lm_loss - b.lm_loss).abs());
+    let losses = both().map(|(a, b)| (a.lm_loss / b.lm_loss - 1.0).abs());
     let norms = both().map(|(a, b)| (a.grad_norm / b.grad_norm - 1.0).abs());
     (losses.fold(0.0, f32::max), norms.fold(0.0, f64::max))
 }

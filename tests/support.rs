@@ -3,7 +3,6 @@
 pub mod sleeping;
 
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_megatron::Result;
 use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
 use burn_megatron::layers::{Recompute, RecomputeGranularity};
@@ -15,6 +14,7 @@ use burn_megatron::topology::{ParallelConfig, PipelineSchedule};
 use burn_megatron::train::{
     BatchConfig, MicroBatch, ResolvedConfig, StepOutput, TrainConfig, Trainer,
 };
+use burn_megatron::{Kernels, Result};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -79,6 +79,7 @@ pub struct Run {
     pub bucket_size: usize,
     pub mixed_precision: MixedPrecisionConfig,
     pub grad_reduce_in_bf16: bool,
+    pub kernels: Kernels,
 }
 
 impl Run {
@@ -108,6 +109,7 @@ impl Run {
             bucket_size: 10_000,
             mixed_precision: MixedPrecisionConfig::default(),
             grad_reduce_in_bf16: false,
+            kernels: Kernels::default(),
         }
     }
 
@@ -176,6 +178,7 @@ impl Run {
                 recompute_granularity: granularity,
                 recompute_method: method,
                 recompute_num_layers: num_layers,
+                transformer_impl: self.kernels,
                 ..base
             },
             parallel: ParallelConfig {

@@ -4,6 +4,8 @@
 
 use crate::random;
 use burn::tensor::{DType, FloatDType, Tensor, TensorData};
+use burn_megatron_kernels::dropout::Keep;
+pub use burn_megatron_kernels::dropout::{AttentionDropout, AttentionHeads};
 
 /// Where one forward pass stands in the run: what its dropout masks depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,8 +38,9 @@ impl PassContext {
         PassContext { layer, ..self }
     }
 
-    fn stream(&self, place: DropoutPlace) -> u64 {
-        random::stream_of_numbers([self.step, self.layer as u64, place as u64])
+    fn keep(&self, p: f64, place: DropoutPlace) -> Keep {
+        let stream = random::stream_of_numbers([self.step, self.layer as u64, place as u64]);
+        Keep::new(p, self.seed, stream)
     }
 }
 
@@ -52,34 +55,6 @@ pub enum DropoutPlace {
     AttentionOutput,
     /// On what the MLP adds to the residual.
     MlpOutput,
-}
-
-/// Which elements are kept, and what they are multiplied by.
-#[derive(Debug, Clone, Copy)]
-struct Keep {
-    seed: u64,
-    stream: u64,
-    /// A word of random bits below this drops its element.
-    below: u32,
-    scale: f32,
-}
-
-impl Keep {
-    fn new(p: f64, context: &PassContext, place: DropoutPlace) -> Self {
-        Keep {
-            seed: context.seed,
-            stream: context.stream(place),
-            below: (p * 2f64.powi(32)) as u32,
-            scale: (1.0 / (1.0 - p)) as f32,
-        }
-    }
-
-    /// The factors of the elements from `index` on.
-    fn fill(&self, index: u64, factors: &mut [f32]) {
-        random::for_each_word(self.seed, self.stream, index, factors.len(), |i, word| {
-            factors[i] = if word < self.below { 0.0 } else { self.scale };
-        });
-    }
 }
 
 /// Dropout on `[s, b, h]`, or on a rank's positions of it.
@@ -100,7 +75,7 @@ impl HiddenDropout {
             return x;
         }
         let [s, b, h] = x.dims();
-        let keep = Keep::new(self.p, context, place);
+        let keep = context.keep(self.p, place);
         let mut factors = vec![0f32; s * b * h];
         for (row, factors) in factors.chunks_mut(h).enumerate() {
             let position = (self.part * s + row / b) as u64;
@@ -118,58 +93,17 @@ impl HiddenDropout {
     }
 }
 
-/// Dropout on the attention's probabilities of a rank's heads.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionDropout {
-    keep: Keep,
-    first_sample: u64,
+/// Dropout of `p` on the attention's probabilities of a rank's heads; `None` where nothing is dropped.
+pub(crate) fn attention_dropout(
+    p: f64,
     heads: AttentionHeads,
-}
-
-/// Which heads a rank has.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionHeads {
-    /// Query groups of this rank.
-    pub groups: usize,
-    /// The first of them, over all ranks.
-    pub first_group: usize,
-    /// Query heads of each group.
-    pub queries_per_group: usize,
-    /// Query heads over all ranks.
-    pub num_attention_heads: usize,
-}
-
-impl AttentionDropout {
-    /// `None` where nothing is dropped.
-    pub fn new(p: f64, heads: AttentionHeads, context: &PassContext) -> Option<Self> {
-        (context.training && p > 0.0).then(|| AttentionDropout {
-            keep: Keep::new(p, context, DropoutPlace::Attention),
-            first_sample: context.first_sample,
-            heads,
-        })
-    }
-
-    /// The factors of the probabilities `[n, r s, s]` of `n` groups of all samples, in the order of
-    /// [`causal_attention`](crate::autograd::causal_attention). What the causal mask hides is 0.
-    pub(crate) fn factors(&self, n: usize, s: usize) -> TensorData {
-        let AttentionHeads {
-            groups,
-            first_group,
-            queries_per_group: r,
-            num_attention_heads,
-        } = self.heads;
-        let mut factors = vec![0f32; n * r * s * s];
-        for (row, factors) in factors.chunks_mut(s).enumerate() {
-            let (group, of_group) = (row / (r * s), row % (r * s));
-            let (sample, group) = (group / groups, first_group + group % groups);
-            let (head, query) = (group * r + of_group / s, of_group % s);
-            let sample = self.first_sample + sample as u64;
-            let head = sample * num_attention_heads as u64 + head as u64;
-            let index = (head * s as u64 + query as u64) * s as u64;
-            self.keep.fill(index, &mut factors[..=query]);
-        }
-        TensorData::new(factors, [n, r * s, s])
-    }
+    context: &PassContext,
+) -> Option<AttentionDropout> {
+    (context.training && p > 0.0).then(|| AttentionDropout {
+        keep: context.keep(p, DropoutPlace::Attention),
+        first_sample: context.first_sample,
+        heads,
+    })
 }
 
 #[cfg(test)]
@@ -262,9 +196,9 @@ mod tests {
             num_attention_heads: 8,
         };
         let factors = |heads| -> Vec<f32> {
-            let dropout = AttentionDropout::new(0.3, heads, &context(0, 1, 0)).unwrap();
+            let dropout = attention_dropout(0.3, heads, &context(0, 1, 0)).unwrap();
             let n = 2 * heads.groups;
-            dropout.factors(n, 5).try_into_vec().unwrap()
+            dropout.factors(n, 5)
         };
         let whole = factors(heads(4, 0));
         let size = 2 * 5 * 5;

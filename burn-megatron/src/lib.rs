@@ -25,11 +25,11 @@ pub mod optim;
 pub mod pipeline;
 mod precision;
 pub mod prelude;
-pub mod random;
 pub mod shard;
 pub mod topology;
 pub mod train;
 
+pub use burn_megatron_kernels::{Kernels, random};
 pub use error::{Error, ErrorKind, Result, Violation};
 pub use memory::keep_freed_memory;
 pub use precision::Precision;

@@ -15,4 +15,4 @@ pub use crate::optim::{MixedPrecisionConfig, OptimizerConfig};
 pub use crate::shard::{FullWeights, Init, ParallelBuilder, ParamSpec, ShardedModel};
 pub use crate::topology::{Axes, DEFAULT_ORDER, RankGrid, StageLayers};
 pub use crate::train::{BatchConfig, MicroBatch, StepOutput, Trainer, TrainerConfig};
-pub use crate::{Error, Precision, Result};
+pub use crate::{Error, Kernels, Precision, Result};

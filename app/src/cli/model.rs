@@ -1,6 +1,7 @@
 //! Flags of the model and of how it is split over ranks.
 
 use super::{by_name, set, set_some};
+use burn_megatron::Kernels;
 use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::layers::{Normalization, RecomputeGranularity, RecomputeMethod};
 use burn_megatron::models::gpt::{GptConfig, PositionEmbeddingType};
@@ -96,6 +97,10 @@ pub struct ModelArgs {
     /// Use the exact (erf) GELU instead of the tanh form that Megatron's fused kernel computes
     #[arg(long)]
     no_bias_gelu_fusion: bool,
+    /// What the layers compute with: auto (fused kernels where there are any for the type), fused (an error where there
+    /// are none) or local (primitives of Burn's backend) [default: auto]
+    #[arg(long, value_name = "NAME", value_parser = by_name::<Kernels>)]
+    transformer_impl: Option<Kernels>,
     /// Pad the vocabulary to a multiple of this times the tensor-parallel size; the padding takes no
     /// probability [default: 128]
     #[arg(long, value_name = "N")]
@@ -139,6 +144,7 @@ impl ModelArgs {
         set(&mut model.init_method_std, &self.init_method_std);
         model.untie_embeddings_and_output_weights |= self.untie_embeddings_and_output_weights;
         model.bias_gelu_fusion &= !self.no_bias_gelu_fusion;
+        set(&mut model.transformer_impl, &self.transformer_impl);
         set(
             &mut model.make_vocab_size_divisible_by,
             &self.make_vocab_size_divisible_by,

@@ -5,7 +5,7 @@
 //! padding rows are masked, so that the loss does not depend on tp (Megatron-LM #1754, #1736), and
 //! label smoothing averages over all `K` entries instead of the rank's own.
 
-use super::{ParallelOps, narrowed, read_sync, to_host, widened};
+use super::{ParallelOps, read_sync, to_host};
 use crate::comm::{CommRef, ReduceOp, raise};
 use crate::topology::shard_range;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
@@ -14,6 +14,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::{DType, IndexingUpdateOp, Int, Shape, Tensor, TensorData};
+use burn_megatron_kernels::{narrowed, widened};
 use std::ops::Range;
 
 /// Which part of the vocabulary a rank's logits cover, and who holds the rest.

@@ -6,8 +6,9 @@ use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, Norm, NormConfig, Normalization,
     RotaryConfig, RotaryEmbedding, RowParallelLinear, RowParallelLinearConfig,
 };
-use crate::autograd::{AttentionOptions, causal_attention};
-use crate::dropout::{AttentionDropout, AttentionHeads, PassContext};
+use crate::Kernels;
+use crate::autograd::{AttentionOptions, Heads, causal_attention};
+use crate::dropout::{AttentionHeads, PassContext, attention_dropout};
 use crate::shard::ParallelBuilder;
 use burn::module::Module;
 use burn::tensor::Tensor;
@@ -94,6 +95,7 @@ impl SelfAttentionConfig {
             recompute: self.recompute,
             head_width: d,
             rotary: self.rotary.map(|config| config.init(d)),
+            kernels: builder.kernels(),
         }
     }
 }
@@ -123,6 +125,8 @@ pub struct SelfAttention {
     head_width: usize,
     #[module(skip)]
     rotary: Option<RotaryEmbedding>,
+    #[module(skip)]
+    kernels: Kernels,
 }
 
 impl SelfAttention {
@@ -135,40 +139,49 @@ impl SelfAttention {
             self.heads.queries_per_group,
             self.head_width,
         );
-        let qkv = qkv.reshape([s, groups, (r + 2) * d]);
-        // [s, b·g/t, heads · d] of each group -> [b·g/t · heads, s, d]
-        let heads = |first: usize, count: usize| {
-            let part = qkv.clone();
-            let part = part.slice([0..s, 0..groups, first * d..(first + count) * d]);
-            part.reshape([s, groups * count, d]).swap_dims(0, 1)
+        let qkv = self.normalised(qkv.reshape([s, groups, (r + 2) * d]));
+        let heads = Heads {
+            width: d,
+            turned: r + 1,
         };
-        let q = self.placed(heads(0, r), &self.q_layernorm);
-        let k = self.placed(heads(r, 1), &self.k_layernorm);
-        let v = heads(r + 1, 1);
+        let qkv = match &self.rotary {
+            Some(rotary) => rotary.forward(qkv, heads, self.kernels),
+            None => qkv,
+        };
         let options = AttentionOptions {
+            queries_per_group: r,
+            head_width: d,
             scale: 1.0 / (d as f64).sqrt(),
-            dropout: AttentionDropout::new(self.dropout, self.heads, context),
+            dropout: attention_dropout(self.dropout, self.heads, context),
             recompute: self.recompute,
         };
-        let context = causal_attention(q.reshape([groups, r * s, d]), k, v, options);
-        // [b·g/t, r·s, d] -> [s, b, a/t · d]
-        let context = context
-            .reshape([groups * r, s, d])
-            .swap_dims(0, 1)
-            .reshape([s, b, self.heads.groups * r * d]);
+        let context = causal_attention(qkv, options, self.kernels);
+        // [s, b·g/t, r·d] is [s, b, a/t · d]
+        let context = context.reshape([s, b, self.heads.groups * r * d]);
         self.linear_proj.forward(context).0
     }
 
-    /// Heads of queries or keys, normalised and turned by their positions where the model asks for it.
-    fn placed(&self, heads: Tensor<3>, norm: &Option<Norm>) -> Tensor<3> {
-        let heads = match norm {
-            Some(norm) => norm.forward(heads),
-            None => heads,
+    /// Queries and keys of `[s, groups, (r + 2) d]` normalised, head by head, where the model asks for it.
+    fn normalised(&self, qkv: Tensor<3>) -> Tensor<3> {
+        let (Some(of_queries), Some(of_keys)) = (&self.q_layernorm, &self.k_layernorm) else {
+            return qkv;
         };
-        match &self.rotary {
-            Some(rotary) => rotary.forward(heads),
-            None => heads,
-        }
+        let ([s, groups, width], d) = (qkv.dims(), self.head_width);
+        let part = |from: usize, to: usize| {
+            let part = qkv.clone().slice([0..s, 0..groups, from..to]);
+            part.reshape([s, groups * (to - from) / d, d])
+        };
+        let (keys, values) = (width - 2 * d, width - d);
+        let parts = [
+            of_queries.forward(part(0, keys)),
+            of_keys.forward(part(keys, values)),
+            part(values, width),
+        ];
+        let parts = parts.map(|part| {
+            let [_, heads, _] = part.dims();
+            part.reshape([s, groups, heads / groups * d])
+        });
+        Tensor::cat(parts.into(), 2)
     }
 }
 

@@ -1,8 +1,10 @@
 //! A linear layer split by output features.
 
 use super::{DEFAULT_INIT_STD, add_bias};
+use crate::Kernels;
 use crate::autograd::{
     copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, gathered_linear, linear,
+    linear_bias,
 };
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder};
@@ -55,6 +57,7 @@ impl ColumnParallelLinearConfig {
             gather_output: self.gather_output,
             skip_bias_add: self.skip_bias_add,
             sequence_parallel: builder.sequence_parallel(),
+            kernels: builder.kernels(),
             tp: builder.tp().clone(),
         }
     }
@@ -75,6 +78,8 @@ pub struct ColumnParallelLinear {
     #[module(skip)]
     sequence_parallel: bool,
     #[module(skip)]
+    kernels: Kernels,
+    #[module(skip)]
     tp: CommRef,
 }
 
@@ -88,16 +93,27 @@ impl ColumnParallelLinear {
     /// - bias: `[output/t]`, or `[output]` with `gather_output`
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> (Tensor<D>, Option<Tensor<1>>) {
         let weight = self.weight.val();
-        let mut y = match self.sequence_parallel {
-            true => gathered_linear(x, weight, &self.tp),
-            false => linear(copy_to_tensor_parallel_region(x, &self.tp), weight),
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        let (added, mut bias) = match self.skip_bias_add {
+            true => (None, bias),
+            false => (bias, None),
         };
-        let mut bias = self.bias.as_ref().map(|bias| bias.val());
-        if !self.skip_bias_add
-            && let Some(bias) = bias.take()
-        {
-            y = add_bias(y, bias);
-        }
+        let mut y = match (self.sequence_parallel, added) {
+            (true, added) => {
+                let y = gathered_linear(x, weight, &self.tp);
+                match added {
+                    Some(bias) => add_bias(y, bias),
+                    None => y,
+                }
+            }
+            (false, added) => {
+                let x = copy_to_tensor_parallel_region(x, &self.tp);
+                match added {
+                    Some(bias) => linear_bias(x, weight, bias, self.kernels),
+                    None => linear(x, weight),
+                }
+            }
+        };
         if self.gather_output {
             y = gather_from_tensor_parallel_region(y, &self.tp);
             bias = bias.map(|bias| gather_from_tensor_parallel_region(bias, &self.tp));

@@ -4,7 +4,8 @@ use super::block::{Sublayer, TransformerConfig};
 use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, RowParallelLinear, RowParallelLinearConfig,
 };
-use crate::autograd::{GeluApproximation, gelu, swiglu};
+use crate::Kernels;
+use crate::autograd::{GeluApproximation, bias_gelu, gelu, swiglu};
 use crate::dropout::PassContext;
 use crate::shard::ParallelBuilder;
 use burn::module::Module;
@@ -31,10 +32,10 @@ impl Activation {
     }
 
     /// `[.., inputs · f] -> [.., f]`
-    pub fn forward<const D: usize>(self, x: Tensor<D>) -> Tensor<D> {
+    pub fn forward<const D: usize>(self, x: Tensor<D>, kernels: Kernels) -> Tensor<D> {
         match self {
-            Activation::Gelu(approximation) => gelu(x, approximation),
-            Activation::SwiGlu => swiglu(x),
+            Activation::Gelu(approximation) => gelu(x, approximation, kernels),
+            Activation::SwiGlu => swiglu(x, kernels),
             Activation::SquaredRelu => {
                 let x = relu(x);
                 x.clone() * x
@@ -78,6 +79,7 @@ impl MlpConfig {
             linear_fc1: ColumnParallelLinearConfig::new(h, self.activation.inputs() * ffn)
                 .with_output_blocks(self.activation.inputs())
                 .with_bias(self.bias)
+                .with_skip_bias_add(matches!(self.activation, Activation::Gelu(_)))
                 .with_init_std(self.init_std)
                 .init(builder),
             linear_fc2: RowParallelLinearConfig::new(ffn, h)
@@ -85,6 +87,7 @@ impl MlpConfig {
                 .with_init_std(self.output_init_std)
                 .init(builder),
             activation: self.activation,
+            kernels: builder.kernels(),
         }
     }
 }
@@ -99,13 +102,20 @@ pub struct Mlp {
     pub linear_fc2: RowParallelLinear,
     #[module(skip)]
     activation: Activation,
+    #[module(skip)]
+    kernels: Kernels,
 }
 
 impl Mlp {
     /// `[s, b, h] -> [s, b, h]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let (inner, _) = self.linear_fc1.forward(x);
-        self.linear_fc2.forward(self.activation.forward(inner)).0
+        let inner = match (self.linear_fc1.forward(x), self.activation) {
+            ((inner, Some(bias)), Activation::Gelu(how)) => {
+                bias_gelu(inner, bias, how, self.kernels)
+            }
+            ((inner, _), activation) => activation.forward(inner, self.kernels),
+        };
+        self.linear_fc2.forward(inner).0
     }
 }
 

@@ -1,6 +1,7 @@
 //! Normalisation layers.
 
 use super::block::Sublayer;
+use crate::Kernels;
 use crate::autograd::{layer_norm, rms_norm};
 use crate::dropout::PassContext;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
@@ -32,6 +33,7 @@ impl LayerNormConfig {
             weight: param(Init::Ones),
             bias: param(Init::Zeros),
             epsilon: self.epsilon,
+            kernels: builder.kernels(),
         }
     }
 }
@@ -45,12 +47,15 @@ pub struct LayerNorm {
     pub bias: Param<Tensor<1>>,
     #[module(skip)]
     epsilon: f64,
+    #[module(skip)]
+    kernels: Kernels,
 }
 
 impl LayerNorm {
     /// `[.., h] -> [.., h]`
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        layer_norm(x, self.weight.val(), self.bias.val(), self.epsilon)
+        let (weight, bias) = (self.weight.val(), self.bias.val());
+        layer_norm(x, weight, bias, self.epsilon, self.kernels)
     }
 }
 
@@ -79,6 +84,7 @@ impl RmsNormConfig {
         RmsNorm {
             weight: builder.param(spec.with_partial_gradient(self.partial_gradient)),
             epsilon: self.epsilon,
+            kernels: builder.kernels(),
         }
     }
 }
@@ -90,12 +96,14 @@ pub struct RmsNorm {
     pub weight: Param<Tensor<1>>,
     #[module(skip)]
     epsilon: f64,
+    #[module(skip)]
+    kernels: Kernels,
 }
 
 impl RmsNorm {
     /// `[.., h] -> [.., h]`
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        rms_norm(x, self.weight.val(), self.epsilon)
+        rms_norm(x, self.weight.val(), self.epsilon, self.kernels)
     }
 }
 

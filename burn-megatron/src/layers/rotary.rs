@@ -1,6 +1,7 @@
 //! Rotary position embedding: which angles a head's features turn by.
 
-use crate::autograd::{RotaryTable, rotary_embedding};
+use crate::Kernels;
+use crate::autograd::{Heads, RotaryTable, rotary_embedding};
 use burn::tensor::Tensor;
 use std::f64::consts::TAU;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -67,10 +68,10 @@ pub struct RotaryEmbedding {
 }
 
 impl RotaryEmbedding {
-    /// `[heads, s, d] -> [heads, s, d]`, the positions counted from 0.
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let table = self.table(x.dims()[1]);
-        rotary_embedding(x, &table)
+    /// `[s, groups, heads · d] -> [s, groups, heads · d]`, the positions counted from 0.
+    pub fn forward(&self, x: Tensor<3>, heads: Heads, kernels: Kernels) -> Tensor<3> {
+        let table = self.table(x.dims()[0]);
+        rotary_embedding(x, heads, &table, kernels)
     }
 
     fn table(&self, positions: usize) -> RotaryTable {

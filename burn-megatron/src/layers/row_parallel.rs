@@ -1,9 +1,10 @@
 //! A linear layer split by input features.
 
 use super::{DEFAULT_INIT_STD, add_bias};
+use crate::Kernels;
 use crate::autograd::{
-    linear, reduce_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_parallel_region,
+    linear, linear_bias, reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region, scatter_to_tensor_parallel_region,
 };
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
@@ -45,6 +46,7 @@ impl RowParallelLinearConfig {
             input_is_parallel: self.input_is_parallel,
             skip_bias_add: self.skip_bias_add,
             sequence_parallel: builder.sequence_parallel(),
+            kernels: builder.kernels(),
             tp: builder.tp().clone(),
         }
     }
@@ -66,6 +68,8 @@ pub struct RowParallelLinear {
     #[module(skip)]
     sequence_parallel: bool,
     #[module(skip)]
+    kernels: Kernels,
+    #[module(skip)]
     tp: CommRef,
 }
 
@@ -80,12 +84,17 @@ impl RowParallelLinear {
             true => x,
             false => scatter_to_tensor_parallel_region(x, &self.tp),
         };
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        if let (1, false, Some(bias)) = (self.tp.size(), self.skip_bias_add, &bias) {
+            let y = linear_bias(x, self.weight.val(), bias.clone(), self.kernels);
+            return (y, None);
+        }
         let partial = linear(x, self.weight.val());
         let y = match self.sequence_parallel {
             true => reduce_scatter_to_sequence_parallel_region(partial, &self.tp),
             false => reduce_from_tensor_parallel_region(partial, &self.tp),
         };
-        match self.bias.as_ref().map(|bias| bias.val()) {
+        match bias {
             Some(bias) if !self.skip_bias_add => (add_bias(y, bias), None),
             bias => (y, bias),
         }

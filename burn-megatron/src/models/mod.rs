@@ -39,4 +39,17 @@ pub trait Stage: Module {
     /// - labels: `[b, s]`, the same on every rank of the tensor-parallel group
     /// - output: `[b, s]`, likewise
     fn loss(&self, hidden: Tensor<3>, labels: Tensor<2, Int>) -> Tensor<2>;
+
+    /// The same, where it is known what each token's loss will be multiplied by before they are added up:
+    /// `weights [b, s]`, row after row. A model whose loss can use it, as
+    /// [`head_loss`](crate::autograd::head_loss) does, replaces this. The loss itself does not depend on it.
+    fn weighted_loss(
+        &self,
+        hidden: Tensor<3>,
+        labels: Tensor<2, Int>,
+        weights: &[f32],
+    ) -> Tensor<2> {
+        let _ = weights;
+        self.loss(hidden, labels)
+    }
 }

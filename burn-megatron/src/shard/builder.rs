@@ -1,10 +1,10 @@
 //! What a layer is built with: its groups, its device, and the register of its parameters.
 
 use super::{Init, ParamSpec, Sharding};
-use crate::Precision;
 use crate::comm::CommRef;
 use crate::dropout::HiddenDropout;
 use crate::launch::RankContext;
+use crate::{Kernels, Precision};
 use burn::module::{Param, ParamId};
 use burn::tensor::{Device, Tensor};
 use std::collections::HashMap;
@@ -19,6 +19,7 @@ pub struct ParallelBuilder {
     context: RankContext,
     sequence_parallel: bool,
     precision: Precision,
+    kernels: Kernels,
     /// Bytes that the rank had allocated before the model, where they are counted.
     memory_before: Option<u64>,
     specs: Arc<Mutex<HashMap<ParamId, ParamSpec>>>,
@@ -31,6 +32,7 @@ impl ParallelBuilder {
             context: context.clone(),
             sequence_parallel: false,
             precision: Precision::default(),
+            kernels: Kernels::default(),
             memory_before: context.memory.current(),
             specs: Arc::default(),
         }
@@ -50,6 +52,16 @@ impl ParallelBuilder {
     /// constants of your own, must have the same type: Burn refuses to mix.
     pub fn with_precision(self, precision: Precision) -> Self {
         ParallelBuilder { precision, ..self }
+    }
+
+    /// Which kernels the layers' operations take: fused ones where there are any, unless said otherwise.
+    pub fn with_kernels(self, kernels: Kernels) -> Self {
+        ParallelBuilder { kernels, ..self }
+    }
+
+    /// Which kernels the layers' operations take.
+    pub fn kernels(&self) -> Kernels {
+        self.kernels
     }
 
     /// The type of the model's parameters.

@@ -1,6 +1,7 @@
 //! What a run is made of, validated as a whole.
 
 use super::{BatchSizes, RampupBatchSize, RankMemory, StepVolumes};
+use crate::Kernels;
 use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{Buckets, DataParallelConfig};
 use crate::launch::ProcessGroups;
@@ -11,6 +12,7 @@ use crate::topology::{
     BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, PipelineShape,
     batch_violation, validate,
 };
+use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
 /// How much data a step takes, under the names of Megatron's flags.
@@ -84,6 +86,14 @@ impl TrainConfig {
         violations.extend(self.mixed_precision.violations());
         let precision = self.mixed_precision.precision();
         violations.extend(self.data_parallel.violations(precision));
+        let kernels = self.model.transformer_impl;
+        if kernels == Kernels::Fused && !kernels.fuse_on(&Device::flex(), precision.dtype()) {
+            let rule = format!(
+                "transformer_impl is fused, but there are no fused kernels for {} on the CPU",
+                precision.name()
+            );
+            violations.push(Violation::new(rule, ["auto", "local"]));
+        }
         let layout = violations_of(self.layout(), &mut violations)?;
         let schedule = LrSchedule::new(
             &self.optimizer.schedule(),
@@ -235,6 +245,13 @@ impl ResolvedConfig {
                 false => stage.layers.len() * model.head_norm_parameters(),
             })
             .sum()
+    }
+
+    /// Whether its operations are fused, on the CPU where ranks are threads.
+    pub fn fuses(&self) -> bool {
+        let precision = self.config.mixed_precision.precision();
+        let kernels = self.config.model.transformer_impl;
+        kernels.fuse_on(&Device::flex(), precision.dtype())
     }
 
     /// What a rank of that place in the pipeline communicates in one step.

@@ -4,7 +4,7 @@
 use super::{ResolvedConfig, Trainer};
 use crate::comm::all_gather_values;
 use crate::error::Result;
-use crate::layers::{Activation, Recompute};
+use crate::layers::{Activation, Normalization, Recompute};
 use crate::models::Stage;
 use crate::pipeline::Kind;
 use crate::topology::StageLayers;
@@ -78,19 +78,19 @@ fn activations(config: &ResolvedConfig, pp_rank: usize) -> u64 {
 
 /// What one microbatch's graph keeps on one rank.
 ///
-/// A layer of a GPT keeps, in f32 values (`s` sequence, `b` samples, `h` hidden, `t` tensor-parallel
+/// A layer of a GPT keeps, in values (`s` sequence, `b` samples, `h` hidden, `t` tensor-parallel
 /// ranks, `a` heads; an MLP of `4h`):
 ///
 /// | what | values |
 /// |---|---|
-/// | both norms: the normalised input; their outputs, as the inputs of QKV and fc1 | `4 sbh` |
+/// | both norms: the input; their outputs, as the inputs of QKV and fc1 | `4 sbh` |
 /// | both dropouts, where there are any: the factors | `2 sbh` |
 /// | attention: Q, K, V, and its output as the projection's input | `4 sbh/t` |
-/// | attention: probabilities, unless they are recomputed | `as²b/t` |
-/// | MLP: GELU's input and gate, and its output as the input of fc2 | `12 sbh/t` |
+/// | attention that is not fused: probabilities, unless they are recomputed | `as²b/t` |
+/// | MLP: GELU's input, and its output as the input of fc2 | `8 sbh/t` |
 ///
-/// In bytes `sbh (16 + 8 + 64/t + 4as/(ht))`, and in 16 bits, where dropout's factors stay in f32,
-/// `sbh (8 + 8 + 32/t + 2as/(ht))`; Korthikanti et al. 2022 count
+/// In bytes of f32 `sbh (16 + 8 + 48/t)`, and in 16 bits, which have no fused attention on the CPU and where dropout's
+/// factors stay in f32, `sbh (8 + 8 + 24/t + 2as/(ht))`; Korthikanti et al. 2022 count
 /// `sbh (10 + 24/t + 5as/(ht))`. Sequence parallelism divides the first two rows by `t` as
 /// well. Full recomputation keeps `sbh` for each group of layers, `sbh/t` under sequence parallelism.
 struct KeptValues<'a> {
@@ -128,9 +128,18 @@ impl<'a> KeptValues<'a> {
         self.tokens * self.config.config().model.hidden_size as u64 / self.parts
     }
 
-    /// Bytes of a norm over the hidden size: its normalised input, a scale for each token, and its output.
+    /// Bytes of a norm over the hidden size: its input, two statistics of each token (RMSNorm one), and its
+    /// output.
     fn norm(&self) -> u64 {
-        2 * self.value * self.hidden() + F32 * self.tokens / self.parts
+        2 * self.value * self.hidden() + self.stats() * F32 * self.tokens / self.parts
+    }
+
+    /// Values that a norm keeps of each row.
+    fn stats(&self) -> u64 {
+        match self.config.config().model.normalization {
+            Normalization::LayerNorm => 2,
+            Normalization::RmsNorm => 1,
+        }
     }
 
     /// Bytes of a layer.
@@ -141,19 +150,22 @@ impl<'a> KeptValues<'a> {
         let (d, f) = (model.kv_channels, model.ffn_hidden_size);
         let qkv = of((a + 2 * g) * d);
         let head_norms = match model.qk_layernorm {
-            true => self.value * of((a + g) * d) + F32 * of(a + g),
+            true => self.value * of((a + g) * d) + self.stats() * F32 * of(a + g),
             false => 0,
         };
-        let probabilities = match model.recompute {
-            Some(Recompute::Selective) => 0,
-            _ => of(a * self.config.config().batch.seq_length),
+        let probabilities = match (self.config.fuses(), model.recompute) {
+            // The log-sum-exp of every row instead.
+            (true, _) => F32 * of(a),
+            (false, Some(Recompute::Selective)) => 0,
+            (false, _) => self.value * of(a * self.config.config().batch.seq_length),
         };
         let inner = match model.activation {
-            Activation::Gelu(_) | Activation::SwiGlu => of(2 * f),
-            Activation::SquaredRelu => of(f),
+            Activation::SwiGlu => of(2 * f),
+            Activation::Gelu(_) | Activation::SquaredRelu => of(f),
         };
-        let values = qkv + probabilities + of(a * d) + inner + of(f);
-        2 * self.norm() + 2 * self.dropout() + head_norms + self.value * values
+        let values = qkv + of(a * d) + inner + of(f);
+        let attention = head_norms + probabilities;
+        2 * self.norm() + 2 * self.dropout() + attention + self.value * values
     }
 
     /// Bytes of the factors of one dropout on `[s, b, h]`.
@@ -172,9 +184,8 @@ impl<'a> KeptValues<'a> {
         let groups = recompute.map_or(Vec::new(), |recompute| recompute.groups(layers));
         let recomputed: usize = groups.iter().map(|group| group.len()).sum();
         let mut bytes = (layers - recomputed) as u64 * self.layer();
-        // A stage's input is kept with its gradient's node, and is the first group's as well.
-        let inputs = groups.len().max(usize::from(!stage.is_first())) as u64;
-        bytes += self.value * inputs * self.hidden();
+        // Where nothing is recomputed, the stage's input is its first norm's.
+        bytes += self.value * groups.len() as u64 * self.hidden();
         if stage.is_first() {
             // The tokens; and which of them are in this rank's part of the table.
             bytes += self.dropout() + I32 * self.tokens;
@@ -186,11 +197,30 @@ impl<'a> KeptValues<'a> {
         }
         if stage.is_last() {
             let vocab = model.padded_vocab_size as u64 / self.t;
-            // The softmax in f32; each token's place in it and whether it is there.
-            bytes += self.norm() + F32 * self.tokens * (vocab + 1);
-            bytes += I64 * self.tokens;
+            bytes += self.norm() + self.head(vocab);
         }
         bytes
+    }
+}
+
+impl KeptValues<'_> {
+    /// Bytes of the output layer and the loss, beside the layer's input.
+    fn head(&self, vocab: u64) -> u64 {
+        let weights = F32 * self.tokens;
+        if !self.config.fuses() {
+            // The softmax in f32; each token's place in it and whether it is there.
+            return weights + F32 * self.tokens * (vocab + 1) + I64 * self.tokens;
+        }
+        // The gradients of the gathered input and of the weight; each token's target and its loss's weight.
+        let h = self.config.config().model.hidden_size as u64;
+        let gathered = self.tokens * h;
+        let input = match self.parts {
+            1 => 0,
+            // The gathered input instead of the rank's part.
+            _ => gathered - self.hidden(),
+        };
+        let gradients = gathered + vocab * h;
+        weights + F32 * (input + gradients + self.tokens) + I64 * self.tokens
     }
 }
 

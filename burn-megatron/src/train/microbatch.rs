@@ -93,17 +93,30 @@ impl MicroBatchShape {
         Tensor::from_data(TensorData::new(rows, [self.samples, self.seq]), device)
     }
 
-    /// The sum of the losses `[b, s]` that count, and how many they are.
-    pub fn masked_sum(&self, loss: Tensor<2>, microbatch: &MicroBatch) -> (Tensor<1>, f64) {
-        let shape = [self.samples, self.seq];
+    /// How many tokens count, by the mask.
+    pub fn tokens_that_count(&self, microbatch: &MicroBatch) -> f64 {
         match &microbatch.loss_mask {
-            None => (loss.sum(), shape.iter().product::<usize>() as f64),
-            Some(mask) => {
-                let tokens = mask.iter().map(|m| f64::from(*m)).sum();
-                let mask = TensorData::new(mask.clone(), shape);
-                let mask = Tensor::from_data(mask, &loss.device());
-                ((loss * mask).sum(), tokens)
-            }
+            None => (self.samples * self.seq) as f64,
+            Some(mask) => mask.iter().map(|m| f64::from(*m)).sum(),
+        }
+    }
+
+    /// What each token's loss `[b, s]` is multiplied by: `weight`, and the mask.
+    pub fn weights(&self, microbatch: &MicroBatch, weight: f64) -> Vec<f32> {
+        let weight = weight as f32;
+        match &microbatch.loss_mask {
+            None => vec![weight; self.samples * self.seq],
+            Some(mask) => mask.iter().map(|m| weight * m).collect(),
+        }
+    }
+
+    /// The sum of the losses `[b, s]` that count.
+    pub fn sum(&self, losses: Tensor<2>, microbatch: &MicroBatch) -> f64 {
+        let losses = losses.into_data();
+        let losses = losses.iter::<f32>().map(f64::from);
+        match &microbatch.loss_mask {
+            None => losses.sum(),
+            Some(mask) => losses.zip(mask).map(|(l, m)| l * f64::from(*m)).sum(),
         }
     }
 

@@ -11,7 +11,7 @@ use crate::models::{Stage, StageInput};
 use crate::pipeline::{Kind, Schedule, Work};
 use crate::shard::ShardedModel;
 use crate::topology::PipelineShape;
-use burn::tensor::{Device, Gradients, Tensor};
+use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
 use std::collections::HashMap;
 
 /// What the passes of one step have in common.
@@ -316,10 +316,17 @@ impl Step<'_> {
     ) -> Result<(LossSum, Tensor<1>)> {
         let number = microbatch;
         let microbatch = &self.microbatches[number];
-        let losses = chunk.loss(hidden, self.shape.labels(microbatch, self.device));
-        let (sum, tokens) = self.shape.masked_sum(losses, microbatch);
+        let labels = self.shape.labels(microbatch, self.device);
+        let tokens = self.shape.tokens_that_count(microbatch);
+        let weight = self.backward_scale
+            * match self.calculate_per_token_loss {
+                true => 1.0,
+                false => 1.0 / (tokens.max(1.0) * self.microbatches.len() as f64),
+            };
+        let weights = self.shape.weights(microbatch, weight);
+        let losses = chunk.weighted_loss(hidden, labels, &weights);
         let loss = LossSum {
-            sum: f64::from(sum.clone().inner().into_scalar::<f32>()),
+            sum: self.shape.sum(losses.clone().inner(), microbatch),
             tokens,
         };
         if let (Some(rank), false) = (self.checked_on, loss.sum.is_finite()) {
@@ -330,14 +337,9 @@ impl Step<'_> {
             );
             return Err(ErrorKind::Rank { rank, reason }.into());
         }
-        let scaled = match self.calculate_per_token_loss {
-            true => sum,
-            false => sum / (tokens.max(1.0) * self.microbatches.len() as f64),
-        };
-        let scaled = match self.backward_scale == 1.0 {
-            true => scaled,
-            false => scaled * self.backward_scale,
-        };
+        let weights = TensorData::new(weights, losses.dims());
+        let weights = Tensor::from_data(weights, (&losses.device(), DType::F32));
+        let scaled = (losses * weights).sum();
         Ok((loss, scaled))
     }
 }

@@ -94,7 +94,8 @@ impl Trainer {
         let sequence_parallel = config.config().parallel.sequence_parallel;
         let builder = ParallelBuilder::new(rank)
             .with_sequence_parallel(sequence_parallel)
-            .with_precision(config.config().mixed_precision.precision());
+            .with_precision(config.config().mixed_precision.precision())
+            .with_kernels(config.config().model.transformer_impl);
         let stages = config.layout().stages_of(rank.groups.pp.comm.rank());
         let (model, spec) = (config.model(), LayerSpec::gpt());
         let chunks = stages.map(|stage| model.init_stage(&spec, stage, &builder));

@@ -1,6 +1,7 @@
 //! What one step communicates, predicted from the configuration: plain arithmetic.
 
 use super::ResolvedConfig;
+use crate::autograd::head_loss_blocks;
 use crate::grads::Buckets;
 
 /// Calls of one kind by one rank in one group during one step.
@@ -49,7 +50,7 @@ impl StepVolumes {
     /// and before the output layer in the backward; the loss reduces one value and then two for
     /// each of `s·b` tokens. Under sequence parallelism each of these all-reduces of `[s, b, h]` becomes
     /// an all-gather and a reduce-scatter, but for the embedding and the output layer, where one of the
-    /// two suffices; the backward gathers the inputs of QKV, fc1 and the output layer again; and the
+    /// two suffices; the backward gathers the inputs of QKV, fc1 and an output layer that is not fused again; and the
     /// gradients of what is replicated are summed once. A layer that is computed again communicates what
     /// its forward does again. Where data is needed, the `b (s + 1)` tokens of
     /// each microbatch and one flag are broadcast, the masks of those that have one apart. Data
@@ -91,12 +92,19 @@ impl StepVolumes {
             true => 0,
             false => 4 * layers + 2 * again + first + last,
         });
+        // A fused output layer needs its input in the forward alone, and reduces its loss block by block.
+        let fused = config.fuses();
+        let head_gathers = if fused { last } else { 2 * last };
+        let loss_calls = match fused {
+            true => 2 * head_loss_blocks(tokens as usize) as u64 * last,
+            false => 2 * last,
+        };
         let tp = StepVolume {
-            calls: reduced.calls + microbatches * 2 * last + partial_calls,
+            calls: reduced.calls + microbatches * loss_calls + partial_calls,
             bytes: reduced.bytes + microbatches * F32 * tokens * 3 * last + partial,
         };
         // The gradient norm's two f64 of each rank are gathered as well.
-        let gathered = activations(6 * layers + 2 * again + first + 2 * last);
+        let gathered = activations(6 * layers + 2 * again + first + head_gathers);
         let tp_gather = StepVolume {
             calls: gathered.calls + 1,
             bytes: gathered.bytes + 2 * F64 * sizes.tp as u64,

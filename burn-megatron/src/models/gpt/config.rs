@@ -1,5 +1,6 @@
 //! The shape of a GPT, as its user gives it.
 
+use crate::Kernels;
 use crate::Violation;
 use crate::autograd::GeluApproximation;
 use crate::layers::{
@@ -72,6 +73,8 @@ pub struct GptConfig {
     pub untie_embeddings_and_output_weights: bool,
     /// Use the tanh form of GELU, as Megatron's fused kernel does; the erf form otherwise.
     pub bias_gelu_fusion: bool,
+    /// Which kernels the layers' operations take.
+    pub transformer_impl: Kernels,
     /// The vocabulary is padded to a multiple of this times tp.
     pub make_vocab_size_divisible_by: usize,
 }
@@ -106,6 +109,7 @@ impl Default for GptConfig {
             init_method_std: crate::layers::DEFAULT_INIT_STD,
             untie_embeddings_and_output_weights: false,
             bias_gelu_fusion: true,
+            transformer_impl: Kernels::default(),
             make_vocab_size_divisible_by: 128,
         }
     }

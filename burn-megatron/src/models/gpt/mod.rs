@@ -5,9 +5,11 @@ mod config;
 pub use config::{GptConfig, PositionEmbeddingType};
 
 use super::{Stage, StageInput};
+use crate::Kernels;
 use crate::autograd::{
-    VocabShard, copy_to_tensor_parallel_region, gather_from_tensor_parallel_region,
-    gathered_linear, linear, vocab_parallel_cross_entropy,
+    VocabShard, copy_to_tensor_parallel_region, gather_from_sequence_parallel_region,
+    gather_from_tensor_parallel_region, gathered_linear, head_loss, linear,
+    vocab_parallel_cross_entropy,
 };
 use crate::dropout::{DropoutPlace, HiddenDropout, PassContext};
 use crate::layers::{
@@ -75,6 +77,7 @@ impl GptModelConfig {
             output_layer: (!tied && stage.is_last()).then(output_layer),
             vocab: VocabShard::new(self.vocab_size, self.padded_vocab_size, builder.tp()),
             sequence_parallel: builder.sequence_parallel(),
+            kernels: builder.kernels(),
             dropout: builder.hidden_dropout(self.transformer.hidden_dropout),
             hidden_size: h,
             max_position_embeddings: self.max_position_embeddings,
@@ -175,6 +178,8 @@ pub struct GptModel<N: Module = Norm, A: Module = SelfAttention, M: Module = Mlp
     #[module(skip)]
     sequence_parallel: bool,
     #[module(skip)]
+    kernels: Kernels,
+    #[module(skip)]
     dropout: HiddenDropout,
     #[module(skip)]
     hidden_size: usize,
@@ -205,6 +210,14 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> GptModel<N, A, M> {
             }
             (None, None) => panic!("only the last pipeline stage has logits"),
         }
+    }
+
+    /// The output layer's weight, on the last stage.
+    fn output_weight(&self) -> Option<Tensor<2>> {
+        let own = self.output_layer.as_ref().map(|layer| &layer.weight);
+        let tied = self.embedding.as_ref();
+        let tied = tied.map(|embedding| &embedding.word_embeddings.weight);
+        own.or(tied).map(|weight| weight.val())
     }
 
     /// On the last stage: the logits of the token after position `last`, over the vocabulary without
@@ -248,6 +261,29 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Stage for GptModel<N, A, M> {
         let v = logits.dims()[2];
         let labels = labels.transpose().reshape([s * b]);
         let loss = vocab_parallel_cross_entropy(logits.reshape([s * b, v]), labels, &self.vocab);
+        loss.reshape([s, b]).transpose()
+    }
+
+    fn weighted_loss(
+        &self,
+        hidden: Tensor<3>,
+        labels: Tensor<2, Int>,
+        weights: &[f32],
+    ) -> Tensor<2> {
+        let fused = self.kernels.fuse_on(&hidden.device(), hidden.dtype());
+        let Some(weight) = self.output_weight().filter(|_| fused) else {
+            return self.loss(hidden, labels);
+        };
+        let [b, s] = labels.dims();
+        let hidden = match self.sequence_parallel {
+            true => gather_from_sequence_parallel_region(hidden, &self.vocab.tp),
+            false => copy_to_tensor_parallel_region(hidden, &self.vocab.tp),
+        };
+        let hidden = hidden.reshape([s * b, self.hidden_size]);
+        let labels = labels.transpose().reshape([s * b]);
+        // Positions first, as the hidden states.
+        let weights = (0..s * b).map(|i| weights[i % b * s + i / b]).collect();
+        let loss = head_loss(hidden, weight, labels, weights, &self.vocab);
         loss.reshape([s, b]).transpose()
     }
 }

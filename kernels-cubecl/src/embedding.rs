@@ -1,6 +1,6 @@
 //! Rows of a table, with the backward that adds their gradients up in f32.
 
-use super::{ParallelOps, narrowed, widened};
+use crate::{Fused, KernelOps, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
@@ -20,6 +20,10 @@ pub fn embedding_rows(table: Tensor<2>, index: Tensor<1, Int>) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::embedding_rows(table, index))
 }
 
+pub(crate) fn forward<B: Backend>(table: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
+    B::float_select(table, 0, index)
+}
+
 /// The table's gradient, of its `shape` and type.
 fn table_gradient<B: Backend>(
     dy: FloatTensor<B>,
@@ -33,14 +37,14 @@ fn table_gradient<B: Backend>(
     narrowed::<B>(sums, dtype)
 }
 
-pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
+pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     table: FloatTensor<Autodiff<B, C>>,
     index: IntTensor<B>,
 ) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct EmbeddingBackward;
 
-    impl<B: ParallelOps> Backward<B, 1> for EmbeddingBackward {
+    impl<B: KernelOps + Fused> Backward<B, 1> for EmbeddingBackward {
         /// The rows taken, and the table's shape and type.
         type State = (IntTensor<B>, Shape, DType);
 
@@ -54,7 +58,7 @@ pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
 
     let (table, node) = table.into_parts();
     let (shape, dtype) = (table.shape(), table.dtype());
-    let rows = B::embedding_rows(table, index.clone());
+    let rows = forward::<B>(table, index.clone());
     match EmbeddingBackward
         .prepare::<C>([node])
         .compute_bound()

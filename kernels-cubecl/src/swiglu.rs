@@ -1,6 +1,6 @@
 //! SwiGLU (Shazeer 2020) with its backward: `silu(gate) ∘ up` of `[gate | up]`.
 
-use super::{ParallelOps, narrowed, widened};
+use crate::{Fused, KernelOps, Kernels, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
@@ -13,8 +13,8 @@ use burn::tensor::{Slice, Tensor};
 /// # Shapes
 /// - `x`: `[.., 2 f]`, the gate before what it gates
 /// - output: `[.., f]`
-pub fn swiglu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
-    Tensor::from_dispatch(Dispatch::swiglu(x.into_dispatch()))
+pub fn swiglu<const D: usize>(x: Tensor<D>, kernels: Kernels) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::swiglu_op(x.into_dispatch(), kernels))
 }
 
 /// The gate, and what it gates.
@@ -34,49 +34,64 @@ fn halves<B: Backend>(x: FloatTensor<B>) -> [FloatTensor<B>; 2] {
     })
 }
 
-pub(super) fn forward<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+pub(crate) fn forward<B: Fused>(x: FloatTensor<B>, kernels: Kernels) -> FloatTensor<B> {
+    match kernels.fuse::<B>(x.dtype()) {
+        true => B::fused_swiglu(x),
+        false => reference::<B>(x),
+    }
+}
+
+fn reference<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let dtype = x.dtype();
     let [gate, up] = halves::<B>(widened::<B>(x));
     let y = B::float_mul(B::float_mul(gate.clone(), B::sigmoid(gate)), up);
     narrowed::<B>(y, dtype)
 }
 
-pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
+/// With `σ` the sigmoid of the gate: `dup = dy ∘ gate σ`, `dgate = dy ∘ up ∘ σ (1 + gate (1 - σ))`.
+fn reference_backward<B: Backend>(x: FloatTensor<B>, dy: FloatTensor<B>) -> FloatTensor<B> {
+    let [gate, up] = halves::<B>(widened::<B>(x));
+    let (dtype, dy) = (dy.dtype(), widened::<B>(dy));
+    let last = dy.shape().num_dims() - 1;
+    let sigmoid = B::sigmoid(gate.clone());
+    let d_up = B::float_mul(dy.clone(), B::float_mul(gate.clone(), sigmoid.clone()));
+    let rest = B::float_add_scalar(B::float_neg(sigmoid.clone()), 1f64.into());
+    let slope = B::float_add_scalar(B::float_mul(gate, rest), 1f64.into());
+    let slope = B::float_mul(sigmoid, slope);
+    let d_gate = B::float_mul(B::float_mul(dy, up), slope);
+    narrowed::<B>(B::float_cat(vec![d_gate, d_up], last), dtype)
+}
+
+pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
+    kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct SwigluBackward;
 
-    impl<B: ParallelOps> Backward<B, 1> for SwigluBackward {
+    impl<B: KernelOps + Fused> Backward<B, 1> for SwigluBackward {
         /// The input; the rest is cheap to make again.
-        type State = FloatTensor<B>;
+        type State = (FloatTensor<B>, Kernels);
 
-        /// With `σ` the sigmoid of the gate: `dup = dy ∘ gate σ`,
-        /// `dgate = dy ∘ up ∘ σ (1 + gate (1 - σ))`.
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let [gate, up] = halves::<B>(widened::<B>(ops.state));
+            let (x, kernels) = ops.state;
             unary::<B, _>(ops.parents, ops.node, grads, |dy| {
-                let (dtype, dy) = (dy.dtype(), widened::<B>(dy));
-                let last = dy.shape().num_dims() - 1;
-                let sigmoid = B::sigmoid(gate.clone());
-                let d_up = B::float_mul(dy.clone(), B::float_mul(gate.clone(), sigmoid.clone()));
-                let rest = B::float_add_scalar(B::float_neg(sigmoid.clone()), 1f64.into());
-                let slope = B::float_add_scalar(B::float_mul(gate, rest), 1f64.into());
-                let slope = B::float_mul(sigmoid, slope);
-                let d_gate = B::float_mul(B::float_mul(dy, up), slope);
-                narrowed::<B>(B::float_cat(vec![d_gate, d_up], last), dtype)
+                match kernels.fuse::<B>(x.dtype()) {
+                    true => B::fused_swiglu_backward(x, dy),
+                    false => reference_backward::<B>(x, dy),
+                }
             });
         }
     }
 
     let (x, node) = x.into_parts();
-    let out = B::swiglu(x.clone());
+    let out = forward::<B>(x.clone(), kernels);
     match SwigluBackward
         .prepare::<C>([node])
         .compute_bound()
         .stateful()
     {
-        OpsKind::Tracked(prep) => prep.finish(x, out),
+        OpsKind::Tracked(prep) => prep.finish((x, kernels), out),
         OpsKind::UnTracked(prep) => prep.finish(out),
     }
 }

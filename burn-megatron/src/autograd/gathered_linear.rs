@@ -1,0 +1,86 @@
+//! A linear layer over a sequence of which each tensor-parallel rank has a part.
+
+use super::ParallelOps;
+use super::collective::{self, Collective};
+use crate::comm::CommRef;
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
+use burn::tensor::Tensor;
+use burn_megatron_kernels::linear::{self, linear};
+
+/// `gather(x) · weightᵀ` for an input `x [s/t, .., in]` of which each rank has its positions: the
+/// sequence is gathered for the product and not kept. The backward gathers it again, and scatters the
+/// input's gradient. Korthikanti et al. 2022, section 4.2.2; Megatron's
+/// `LinearWithGradAccumulationAndAsyncCommunication`.
+///
+/// # Shapes
+/// - `x`: `[s/t, .., in]`, `weight`: `[out, in]`
+/// - output: `[s, .., out]`
+pub fn gathered_linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>, tp: &CommRef) -> Tensor<D> {
+    if tp.size() == 1 {
+        return linear(x, weight);
+    }
+    Tensor::from_dispatch(Dispatch::gathered_linear(
+        x.into_dispatch(),
+        weight.into_dispatch(),
+        tp.clone(),
+    ))
+}
+
+/// The whole sequence `[s, .., in]`.
+fn gathered<B: Backend>(x: FloatTensor<B>, tp: &CommRef) -> FloatTensor<B> {
+    collective::run::<B>(x, Collective::AllGather { dim: 0 }, tp)
+}
+
+pub(super) fn forward<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    tp: &CommRef,
+) -> FloatTensor<B> {
+    linear::forward::<B>(gathered::<B>(x, tp), weight)
+}
+
+pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    weight: FloatTensor<Autodiff<B, C>>,
+    tp: CommRef,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct GatheredLinearBackward;
+
+    impl<B: ParallelOps> Backward<B, 2> for GatheredLinearBackward {
+        /// This rank's positions of `x`, the weight, and who has the others.
+        type State = (FloatTensor<B>, FloatTensor<B>, CommRef);
+
+        fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let (x, weight, tp) = ops.state;
+            let [to_x, to_weight] = ops.parents;
+            let dy = linear::as_matrix::<B>(grads.consume::<B>(&ops.node));
+            let x = gathered::<B>(x, &tp);
+            let shape = x.shape();
+            if let Some(node) = to_x {
+                let dx = B::float_reshape(B::float_matmul(dy.clone(), weight), shape);
+                let scatter = Collective::ReduceScatter { dim: 0 };
+                grads.register::<B>(node.id, collective::run::<B>(dx, scatter, &tp));
+            }
+            if let Some(node) = to_weight {
+                let x = linear::as_matrix::<B>(x);
+                grads.register::<B>(node.id, B::float_matmul(B::float_transpose(dy), x));
+            }
+        }
+    }
+
+    let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
+    let y = B::gathered_linear(x.clone(), weight.clone(), tp.clone());
+    match GatheredLinearBackward
+        .prepare::<C>([x_node, weight_node])
+        .compute_bound()
+        .stateful()
+    {
+        OpsKind::Tracked(prep) => prep.finish((x, weight, tp), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    }
+}

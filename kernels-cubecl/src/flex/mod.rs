@@ -1,0 +1,174 @@
+//! The fused kernels on the CPU, over Flex's tensors of f32: parallel over rayon's threads, vectorised for the
+//! processor at hand. Results do not depend on the number of threads: sums over rows are added up in parts of
+//! fixed size.
+
+mod activation;
+mod attention;
+mod gemm;
+mod head;
+mod linear;
+mod norm;
+mod rotary;
+pub mod simd;
+
+use crate::Fused;
+use crate::attention::AttentionOptions;
+use crate::gelu::GeluApproximation;
+use crate::head_loss::{HeadLoss, HeadShard};
+use crate::rotary::{Heads, RotaryTable};
+use burn::tensor::{Bytes, DType, Shape};
+use burn_flex::{Flex, FlexTensor, Layout};
+use std::mem::MaybeUninit;
+
+impl Fused for Flex {
+    fn fuses(dtype: DType) -> bool {
+        dtype == DType::F32
+    }
+
+    fn fused_layer_norm(
+        x: FlexTensor,
+        weight: FlexTensor,
+        bias: FlexTensor,
+        epsilon: f64,
+    ) -> (FlexTensor, FlexTensor) {
+        norm::layer_norm(&x, &weight, &bias, epsilon as f32)
+    }
+
+    fn fused_layer_norm_backward(
+        x: FlexTensor,
+        stats: FlexTensor,
+        weight: FlexTensor,
+        dy: FlexTensor,
+    ) -> [FlexTensor; 3] {
+        norm::layer_norm_backward(&x, &stats, &weight, &dy)
+    }
+
+    fn fused_rms_norm(x: FlexTensor, weight: FlexTensor, epsilon: f64) -> (FlexTensor, FlexTensor) {
+        norm::rms_norm(&x, &weight, epsilon as f32)
+    }
+
+    fn fused_rms_norm_backward(
+        x: FlexTensor,
+        scale: FlexTensor,
+        weight: FlexTensor,
+        dy: FlexTensor,
+    ) -> [FlexTensor; 2] {
+        norm::rms_norm_backward(&x, &scale, &weight, &dy)
+    }
+
+    fn fused_gelu(x: FlexTensor, bias: Option<FlexTensor>, how: GeluApproximation) -> FlexTensor {
+        activation::gelu(&x, bias.as_ref(), how)
+    }
+
+    fn fused_gelu_backward(
+        x: FlexTensor,
+        bias: Option<FlexTensor>,
+        how: GeluApproximation,
+        dy: FlexTensor,
+    ) -> (FlexTensor, Option<FlexTensor>) {
+        activation::gelu_backward(&x, bias.as_ref(), how, &dy)
+    }
+
+    fn fused_swiglu(x: FlexTensor) -> FlexTensor {
+        activation::swiglu(&x)
+    }
+
+    fn fused_swiglu_backward(x: FlexTensor, dy: FlexTensor) -> FlexTensor {
+        activation::swiglu_backward(&x, &dy)
+    }
+
+    fn fused_rotary(x: FlexTensor, heads: Heads, table: &RotaryTable, back: bool) -> FlexTensor {
+        rotary::rotary(x, heads, table, back)
+    }
+
+    fn fused_attention(qkv: FlexTensor, options: &AttentionOptions) -> (FlexTensor, FlexTensor) {
+        attention::forward(&qkv, options)
+    }
+
+    fn fused_attention_backward(
+        qkv: FlexTensor,
+        out: FlexTensor,
+        lse: FlexTensor,
+        options: &AttentionOptions,
+        d_out: FlexTensor,
+    ) -> FlexTensor {
+        attention::backward(&qkv, &out, &lse, options, &d_out)
+    }
+
+    fn fused_linear(x: FlexTensor, weight: FlexTensor, bias: FlexTensor) -> FlexTensor {
+        linear::linear(&x, &weight, &bias)
+    }
+
+    fn fused_column_sums(x: FlexTensor) -> FlexTensor {
+        linear::column_sums(&x)
+    }
+
+    fn fused_head_loss(
+        hidden: FlexTensor,
+        weight: FlexTensor,
+        shard: &HeadShard<'_>,
+        gradients: bool,
+    ) -> HeadLoss<Flex> {
+        head::head_loss(&hidden, &weight, shard, gradients)
+    }
+
+    fn fused_scaled(x: FlexTensor, factor: f32) -> FlexTensor {
+        head::scaled(x, factor)
+    }
+}
+
+/// A tensor's values, one after another.
+struct Values(FlexTensor);
+
+impl Values {
+    fn of(x: &FlexTensor) -> Self {
+        Values(x.to_contiguous())
+    }
+}
+
+impl std::ops::Deref for Values {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        self.0.as_slice().expect("contiguous f32")
+    }
+}
+
+/// `[.., n]` as rows of `n`.
+fn rows_of(x: &FlexTensor) -> (usize, usize) {
+    let shape = x.layout().shape();
+    let n = shape[shape.num_dims() - 1];
+    (shape.num_elements() / n.max(1), n)
+}
+
+fn shape_of(x: &FlexTensor) -> Shape {
+    x.layout().shape().clone()
+}
+
+/// Memory whose values are yet to be written.
+type Unwritten = MaybeUninit<f32>;
+
+/// `len` values that `write` makes.
+///
+/// # Safety
+/// `write` writes every one of them.
+unsafe fn written(len: usize, write: impl FnOnce(&mut [Unwritten])) -> Vec<f32> {
+    let mut values: Vec<f32> = Vec::with_capacity(len);
+    write(&mut values.spare_capacity_mut()[..len]);
+    // SAFETY: the capacity is there, and the caller says that the values are.
+    unsafe { values.set_len(len) };
+    values
+}
+
+fn tensor(values: Vec<f32>, shape: Shape) -> FlexTensor {
+    FlexTensor::new(
+        Bytes::from_elems(values),
+        Layout::contiguous(shape),
+        DType::F32,
+    )
+}
+
+/// Rows that one task takes: of about so many values.
+fn rows_at_once(width: usize) -> usize {
+    (16384 / width.max(1)).clamp(1, 256)
+}

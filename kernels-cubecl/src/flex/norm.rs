@@ -1,0 +1,253 @@
+//! Normalisation over the last dimension: one pass over a row's memory each way.
+
+use super::simd::{sum, sum2, vectors};
+use super::{Unwritten, Values, rows_at_once, rows_of, shape_of, tensor, written};
+use burn::tensor::Shape;
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+vectors! {
+    /// Rows of `x` normalised; their means and `1/√(variance + ε)` go to `stats`, in turn.
+    fn layer_norm_rows[M](
+        x: &[f32],
+        y: &mut [Unwritten],
+        stats: &mut [Unwritten],
+        weight: &[f32],
+        bias: &[f32],
+        epsilon: f32,
+    ) {
+        let h = weight.len();
+        let rows = x.chunks_exact(h).zip(y.chunks_exact_mut(h));
+        for ((x, y), stats) in rows.zip(stats.chunks_exact_mut(2)) {
+            let mean = sum(x, |v| v) / h as f32;
+            let variance = sum(x, |v| (v - mean) * (v - mean)) / h as f32;
+            let scale = 1.0 / (variance + epsilon).sqrt();
+            stats[0].write(mean);
+            stats[1].write(scale);
+            for i in 0..h {
+                y[i].write(M::mul_add((x[i] - mean) * scale, weight[i], bias[i]));
+            }
+        }
+    }
+}
+
+pub fn layer_norm(
+    x: &FlexTensor,
+    weight: &FlexTensor,
+    bias: &FlexTensor,
+    epsilon: f32,
+) -> (FlexTensor, FlexTensor) {
+    let ((rows, h), shape) = (rows_of(x), shape_of(x));
+    let (x, weight, bias) = (Values::of(x), Values::of(weight), Values::of(bias));
+    let mut stats = Vec::new();
+    let at_once = rows_at_once(h);
+    // SAFETY: every row of both is written by the task that has it.
+    let y = unsafe {
+        written(rows * h, |y| {
+            stats = written(rows * 2, |stats| {
+                let tasks = x.par_chunks(at_once * h).zip(y.par_chunks_mut(at_once * h));
+                let tasks = tasks.zip(stats.par_chunks_mut(at_once * 2));
+                tasks.for_each(|((x, y), stats)| {
+                    layer_norm_rows(x, y, stats, &weight, &bias, epsilon)
+                });
+            });
+        })
+    };
+    (tensor(y, shape), tensor(stats, Shape::new([rows, 2])))
+}
+
+vectors! {
+    /// The input's gradient of some rows, and these rows' part of the weight's and the bias's.
+    fn layer_norm_rows_backward[M](
+        x: &[f32],
+        dy: &[f32],
+        dx: &mut [Unwritten],
+        stats: &[f32],
+        weight: &[f32],
+        d_weight: &mut [f32],
+        d_bias: &mut [f32],
+    ) {
+        let h = weight.len();
+        let (d_weight, d_bias) = (&mut d_weight[..h], &mut d_bias[..h]);
+        let rows = x.chunks_exact(h).zip(dy.chunks_exact(h)).zip(dx.chunks_exact_mut(h));
+        for (((x, dy), dx), stats) in rows.zip(stats.chunks_exact(2)) {
+            let (mean, scale) = (stats[0], stats[1]);
+            let g_sum = sum2(dy, weight, |dy, w| dy * w);
+            // Σ dy w (x - mean) needs three streams: in lanes of its own.
+            let (mut lanes, whole) = ([0f32; 32], h / 32 * 32);
+            let mut at = 0;
+            while at < whole {
+                for i in 0..32 {
+                    let g = dy[at + i] * weight[at + i];
+                    lanes[i] = M::mul_add(g, x[at + i] - mean, lanes[i]);
+                }
+                at += 32;
+            }
+            let mut along: f32 = lanes.iter().sum();
+            for i in whole..h {
+                along += dy[i] * weight[i] * (x[i] - mean);
+            }
+            let (g_mean, along) = (g_sum / h as f32, along * scale / h as f32);
+            for i in 0..h {
+                let normal = (x[i] - mean) * scale;
+                let g = dy[i] * weight[i];
+                dx[i].write(scale * (g - g_mean - normal * along));
+                d_weight[i] = M::mul_add(dy[i], normal, d_weight[i]);
+                d_bias[i] += dy[i];
+            }
+        }
+    }
+}
+
+pub fn layer_norm_backward(
+    x: &FlexTensor,
+    stats: &FlexTensor,
+    weight: &FlexTensor,
+    dy: &FlexTensor,
+) -> [FlexTensor; 3] {
+    let ((rows, h), shape) = (rows_of(x), shape_of(x));
+    let (x, stats, dy) = (Values::of(x), Values::of(stats), Values::of(dy));
+    let weight = Values::of(weight);
+    let at_once = rows_at_once(h);
+    let mut sums = Vec::new();
+    // SAFETY: every row is written by the task that has it.
+    let dx = unsafe {
+        written(rows * h, |dx| {
+            let tasks = x.par_chunks(at_once * h).zip(dy.par_chunks(at_once * h));
+            let tasks = tasks.zip(dx.par_chunks_mut(at_once * h));
+            let tasks = tasks.zip(stats.par_chunks(at_once * 2));
+            tasks
+                .map(|(((x, dy), dx), stats)| {
+                    let mut sums = vec![0f32; 2 * h];
+                    let (d_weight, d_bias) = sums.split_at_mut(h);
+                    layer_norm_rows_backward(x, dy, dx, stats, &weight, d_weight, d_bias);
+                    sums
+                })
+                .collect_into_vec(&mut sums);
+        })
+    };
+    let mut d_weight = added_up(sums, 2 * h);
+    let d_bias = d_weight.split_off(h);
+    [
+        tensor(dx, shape),
+        tensor(d_weight, Shape::new([h])),
+        tensor(d_bias, Shape::new([h])),
+    ]
+}
+
+/// The parts' sum, in their order.
+pub fn added_up(parts: Vec<Vec<f32>>, len: usize) -> Vec<f32> {
+    let mut parts = parts.into_iter();
+    let mut total = parts.next().unwrap_or_else(|| vec![0.0; len]);
+    for part in parts {
+        total
+            .iter_mut()
+            .zip(&part)
+            .for_each(|(sum, value)| *sum += value);
+    }
+    total
+}
+
+vectors! {
+    /// Rows of `x` over their root mean squares, of which the reciprocals go to `scales`.
+    fn rms_norm_rows[M](
+        x: &[f32],
+        y: &mut [Unwritten],
+        scales: &mut [Unwritten],
+        weight: &[f32],
+        epsilon: f32,
+    ) {
+        let h = weight.len();
+        let rows = x.chunks_exact(h).zip(y.chunks_exact_mut(h));
+        for ((x, y), to) in rows.zip(scales) {
+            let scale = 1.0 / (sum(x, |v| v * v) / h as f32 + epsilon).sqrt();
+            to.write(scale);
+            for i in 0..h {
+                y[i].write(x[i] * scale * weight[i]);
+            }
+        }
+    }
+}
+
+pub fn rms_norm(x: &FlexTensor, weight: &FlexTensor, epsilon: f32) -> (FlexTensor, FlexTensor) {
+    let ((rows, h), shape) = (rows_of(x), shape_of(x));
+    let (x, weight) = (Values::of(x), Values::of(weight));
+    let mut scales = Vec::new();
+    let at_once = rows_at_once(h);
+    // SAFETY: every row of both is written by the task that has it.
+    let y = unsafe {
+        written(rows * h, |y| {
+            scales = written(rows, |scales| {
+                let tasks = x.par_chunks(at_once * h).zip(y.par_chunks_mut(at_once * h));
+                let tasks = tasks.zip(scales.par_chunks_mut(at_once));
+                tasks.for_each(|((x, y), scales)| rms_norm_rows(x, y, scales, &weight, epsilon));
+            });
+        })
+    };
+    (tensor(y, shape), tensor(scales, Shape::new([rows, 1])))
+}
+
+vectors! {
+    /// The input's gradient of some rows, and these rows' part of the weight's.
+    fn rms_norm_rows_backward[M](
+        x: &[f32],
+        dy: &[f32],
+        dx: &mut [Unwritten],
+        scales: &[f32],
+        weight: &[f32],
+        d_weight: &mut [f32],
+    ) {
+        let h = weight.len();
+        let d_weight = &mut d_weight[..h];
+        let rows = x.chunks_exact(h).zip(dy.chunks_exact(h)).zip(dx.chunks_exact_mut(h));
+        for (((x, dy), dx), scale) in rows.zip(scales) {
+            let (mut lanes, whole) = ([0f32; 32], h / 32 * 32);
+            let mut at = 0;
+            while at < whole {
+                for i in 0..32 {
+                    lanes[i] = M::mul_add(dy[at + i] * weight[at + i], x[at + i], lanes[i]);
+                }
+                at += 32;
+            }
+            let mut along: f32 = lanes.iter().sum();
+            for i in whole..h {
+                along += dy[i] * weight[i] * x[i];
+            }
+            let along = along * scale * scale / h as f32;
+            for i in 0..h {
+                dx[i].write(scale * (dy[i] * weight[i] - x[i] * along));
+                d_weight[i] = M::mul_add(dy[i], x[i] * scale, d_weight[i]);
+            }
+        }
+    }
+}
+
+pub fn rms_norm_backward(
+    x: &FlexTensor,
+    scales: &FlexTensor,
+    weight: &FlexTensor,
+    dy: &FlexTensor,
+) -> [FlexTensor; 2] {
+    let ((rows, h), shape) = (rows_of(x), shape_of(x));
+    let (x, scales, dy) = (Values::of(x), Values::of(scales), Values::of(dy));
+    let weight = Values::of(weight);
+    let at_once = rows_at_once(h);
+    let mut sums = Vec::new();
+    // SAFETY: every row is written by the task that has it.
+    let dx = unsafe {
+        written(rows * h, |dx| {
+            let tasks = x.par_chunks(at_once * h).zip(dy.par_chunks(at_once * h));
+            let tasks = tasks.zip(dx.par_chunks_mut(at_once * h));
+            tasks
+                .zip(scales.par_chunks(at_once))
+                .map(|(((x, dy), dx), scales)| {
+                    let mut d_weight = vec![0f32; h];
+                    rms_norm_rows_backward(x, dy, dx, scales, &weight, &mut d_weight);
+                    d_weight
+                })
+                .collect_into_vec(&mut sums);
+        })
+    };
+    let d_weight = added_up(sums, h);
+    [tensor(dx, shape), tensor(d_weight, Shape::new([h]))]
+}

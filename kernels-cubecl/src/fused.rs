@@ -1,0 +1,112 @@
+//! What a backend computes in one pass.
+
+use crate::attention::AttentionOptions;
+use crate::gelu::GeluApproximation;
+use crate::head_loss::{HeadLoss, HeadShard};
+use crate::rotary::{Heads, RotaryTable};
+use burn::backend::Backend;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::DType;
+
+/// Fused kernels of a backend, for the types that it says. Forwards return what their backwards need beside the
+/// input.
+pub trait Fused: Backend {
+    /// Whether it has kernels for tensors of that type; the others are called for no other.
+    fn fuses(dtype: DType) -> bool;
+
+    /// `x [.., h]` to the output and each row's mean and `1/√(variance + ε)`, `[rows, 2]`.
+    fn fused_layer_norm(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// The gradients of input, weight and bias.
+    fn fused_layer_norm_backward(
+        x: FloatTensor<Self>,
+        stats: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> [FloatTensor<Self>; 3];
+
+    /// `x [.., h]` to the output and each row's `1/√(mean(x²) + ε)`, `[rows, 1]`.
+    fn fused_rms_norm(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// The gradients of input and weight.
+    fn fused_rms_norm_backward(
+        x: FloatTensor<Self>,
+        scale: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> [FloatTensor<Self>; 2];
+
+    /// `gelu(x + bias)`
+    fn fused_gelu(
+        x: FloatTensor<Self>,
+        bias: Option<FloatTensor<Self>>,
+        how: GeluApproximation,
+    ) -> FloatTensor<Self>;
+
+    /// The gradients of input and bias.
+    fn fused_gelu_backward(
+        x: FloatTensor<Self>,
+        bias: Option<FloatTensor<Self>>,
+        how: GeluApproximation,
+        dy: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
+
+    /// SwiGLU of `[.., 2 f]`.
+    fn fused_swiglu(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Its gradient.
+    fn fused_swiglu_backward(x: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Heads of `[s, n, width]` turned by their positions' angles, forth or `back`.
+    fn fused_rotary(
+        x: FloatTensor<Self>,
+        heads: Heads,
+        table: &RotaryTable,
+        back: bool,
+    ) -> FloatTensor<Self>;
+
+    /// `[s, n, (r + 2) d]` to the output `[s, n, r d]` and the log-sum-exp of every row `[n r, s]`.
+    fn fused_attention(
+        qkv: FloatTensor<Self>,
+        options: &AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// The gradient of the packed input.
+    fn fused_attention_backward(
+        qkv: FloatTensor<Self>,
+        out: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        options: &AttentionOptions,
+        d_out: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+
+    /// `x [.., in] · weightᵀ + bias` for a weight `[out, in]`.
+    fn fused_linear(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+
+    /// `[.., n] -> [n]`: the sum over rows.
+    fn fused_column_sums(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Cross entropy of `hidden [n, h] · weightᵀ` for a weight `[v, h]`, without ever holding all logits.
+    fn fused_head_loss(
+        hidden: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        shard: &HeadShard<'_>,
+        gradients: bool,
+    ) -> HeadLoss<Self>;
+
+    /// `factor · x`
+    fn fused_scaled(x: FloatTensor<Self>, factor: f32) -> FloatTensor<Self>;
+}

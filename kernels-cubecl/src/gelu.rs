@@ -1,0 +1,194 @@
+//! GELU, erf and tanh (Hendrycks & Gimpel 2016), each with its own derivative.
+//!
+//! Burn's default `gelu` pairs the erf forward with the derivative of the tanh form; training then
+//! follows a gradient that is not its loss's.
+
+use crate::{Fused, KernelOps, Kernels, column_sums, narrowed, widened};
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
+use burn::tensor::{Shape, Tensor};
+use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
+
+/// Which form of GELU: Megatron's fused bias-GELU is the tanh form, its unfused one is erf.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GeluApproximation {
+    /// `x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`
+    Tanh,
+    /// `x/2 (1 + erf(x/√2))`
+    Erf,
+}
+
+/// GELU of every element, computed in f32.
+pub fn gelu<const D: usize>(
+    x: Tensor<D>,
+    approximation: GeluApproximation,
+    kernels: Kernels,
+) -> Tensor<D> {
+    let x = x.into_dispatch();
+    Tensor::from_dispatch(Dispatch::gelu_op(x, approximation, kernels))
+}
+
+/// `gelu(x + bias)` for `x [.., n]` and `bias [n]`. Megatron's `fusions/fused_bias_gelu.py`.
+pub fn bias_gelu<const D: usize>(
+    x: Tensor<D>,
+    bias: Tensor<1>,
+    approximation: GeluApproximation,
+    kernels: Kernels,
+) -> Tensor<D> {
+    let (x, bias) = (x.into_dispatch(), bias.into_dispatch());
+    Tensor::from_dispatch(Dispatch::bias_gelu_op(x, bias, approximation, kernels))
+}
+
+/// √(2/π)
+const SQRT_2_OVER_PI: f64 = FRAC_2_SQRT_PI * FRAC_1_SQRT_2;
+const CUBIC: f64 = 0.044715;
+
+/// The factor that GELU multiplies `x` by: `(1 + tanh u)/2`, which is `sigmoid(2u)`, or
+/// `(1 + erf(x/√2))/2`.
+fn gate<B: Backend>(x: FloatTensor<B>, how: GeluApproximation) -> FloatTensor<B> {
+    match how {
+        GeluApproximation::Erf => {
+            let erf = B::float_erf(B::float_mul_scalar(x, FRAC_1_SQRT_2.into()));
+            B::float_add_scalar(B::float_mul_scalar(erf, 0.5f64.into()), 0.5f64.into())
+        }
+        GeluApproximation::Tanh => {
+            let square = B::float_mul(x.clone(), x.clone());
+            let slope = B::float_mul_scalar(square, (2.0 * SQRT_2_OVER_PI * CUBIC).into());
+            let slope = B::float_add_scalar(slope, (2.0 * SQRT_2_OVER_PI).into());
+            B::sigmoid(B::float_mul(x, slope))
+        }
+    }
+}
+
+pub(crate) fn forward<B: Fused>(
+    x: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
+    how: GeluApproximation,
+    kernels: Kernels,
+) -> FloatTensor<B> {
+    match kernels.fuse::<B>(x.dtype()) {
+        true => B::fused_gelu(x, bias, how),
+        false => {
+            let dtype = x.dtype();
+            let x = biased::<B>(x, bias);
+            narrowed::<B>(B::float_mul(x.clone(), gate::<B>(x, how)), dtype)
+        }
+    }
+}
+
+/// The sum, in f32.
+fn biased<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatTensor<B> {
+    let x = widened::<B>(x);
+    let Some(bias) = bias else { return x };
+    let mut shape = vec![1; x.shape().num_dims() - 1];
+    shape.push(bias.shape()[0]);
+    B::float_add(x, B::float_reshape(widened::<B>(bias), Shape::from(shape)))
+}
+
+fn backward<B: Fused>(
+    x: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
+    how: GeluApproximation,
+    kernels: Kernels,
+    dy: FloatTensor<B>,
+) -> (FloatTensor<B>, Option<FloatTensor<B>>) {
+    if kernels.fuse::<B>(x.dtype()) {
+        return B::fused_gelu_backward(x, bias, how, dy);
+    }
+    let dtype = dy.dtype();
+    let x = biased::<B>(x, bias.clone());
+    let slope = derivative::<B>(x.clone(), gate::<B>(x, how), how);
+    let dx = narrowed::<B>(B::float_mul(slope, widened::<B>(dy)), dtype);
+    let d_bias = bias.map(|bias| column_sums::<B>(dx.clone(), bias.dtype()));
+    (dx, d_bias)
+}
+
+/// d gelu / dx: `gate + x · dgate/dx`.
+fn derivative<B: Backend>(
+    x: FloatTensor<B>,
+    gate: FloatTensor<B>,
+    how: GeluApproximation,
+) -> FloatTensor<B> {
+    let square = B::float_mul(x.clone(), x.clone());
+    let slope = match how {
+        GeluApproximation::Erf => {
+            let bell = B::float_exp(B::float_mul_scalar(square, (-0.5f64).into()));
+            B::float_mul_scalar(bell, (0.5 * SQRT_2_OVER_PI).into())
+        }
+        GeluApproximation::Tanh => {
+            let inner = B::float_mul_scalar(square, (6.0 * SQRT_2_OVER_PI * CUBIC).into());
+            let inner = B::float_add_scalar(inner, (2.0 * SQRT_2_OVER_PI).into());
+            let rest = B::float_add_scalar(B::float_neg(gate.clone()), 1f64.into());
+            B::float_mul(B::float_mul(gate.clone(), rest), inner)
+        }
+    };
+    B::float_add(gate, B::float_mul(x, slope))
+}
+
+pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    how: GeluApproximation,
+    kernels: Kernels,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct GeluBackward;
+
+    impl<B: KernelOps + Fused> Backward<B, 1> for GeluBackward {
+        type State = (FloatTensor<B>, GeluApproximation, Kernels);
+
+        fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let (x, how, kernels) = ops.state;
+            unary::<B, _>(ops.parents, ops.node, grads, |dy| {
+                backward::<B>(x, None, how, kernels, dy).0
+            });
+        }
+    }
+
+    let (x, node) = x.into_parts();
+    let y = forward::<B>(x.clone(), None, how, kernels);
+    match GeluBackward.prepare::<C>([node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((x, how, kernels), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    }
+}
+
+pub(crate) fn bias_autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    bias: FloatTensor<Autodiff<B, C>>,
+    how: GeluApproximation,
+    kernels: Kernels,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct BiasGeluBackward;
+
+    impl<B: KernelOps + Fused> Backward<B, 2> for BiasGeluBackward {
+        type State = (FloatTensor<B>, FloatTensor<B>, GeluApproximation, Kernels);
+
+        fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let (x, bias, how, kernels) = ops.state;
+            let [to_x, to_bias] = ops.parents;
+            let dy = grads.consume::<B>(&ops.node);
+            let (dx, d_bias) = backward::<B>(x, Some(bias), how, kernels, dy);
+            if let Some(node) = to_x {
+                grads.register::<B>(node.id, dx);
+            }
+            if let (Some(node), Some(d_bias)) = (to_bias, d_bias) {
+                grads.register::<B>(node.id, d_bias);
+            }
+        }
+    }
+
+    let ((x, x_node), (bias, bias_node)) = (x.into_parts(), bias.into_parts());
+    let y = forward::<B>(x.clone(), Some(bias.clone()), how, kernels);
+    match BiasGeluBackward
+        .prepare::<C>([x_node, bias_node])
+        .compute_bound()
+        .stateful()
+    {
+        OpsKind::Tracked(prep) => prep.finish((x, bias, how, kernels), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    }
+}

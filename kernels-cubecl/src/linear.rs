@@ -1,0 +1,167 @@
+//! `y = x · Wᵀ` with the weight stored as `[out, in]`, as Megatron and PyTorch store it.
+//!
+//! One two-dimensional product each way, and a weight gradient that comes out contiguous in the
+//! weight's own layout. (A batched product against a transposed view would give one weight
+//! gradient per sequence position, to be summed, and then transposed.)
+
+use crate::{Fused, KernelOps, Kernels, column_sums, rows, width};
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
+use burn::tensor::{Shape, Tensor};
+
+/// `x [.., in] · weightᵀ -> [.., out]` for a `weight [out, in]`.
+pub fn linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>) -> Tensor<D> {
+    let (x, weight) = (x.into_dispatch(), weight.into_dispatch());
+    Tensor::from_dispatch(Dispatch::linear_op(x, weight))
+}
+
+/// `x [.., in] · weightᵀ + bias -> [.., out]` for a `weight [out, in]` and a `bias [out]`.
+pub fn linear_bias<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Tensor<1>,
+    kernels: Kernels,
+) -> Tensor<D> {
+    let (x, weight, bias) = (
+        x.into_dispatch(),
+        weight.into_dispatch(),
+        bias.into_dispatch(),
+    );
+    Tensor::from_dispatch(Dispatch::linear_bias_op(x, weight, bias, kernels))
+}
+
+/// Views `[.., n]` as `[rows, n]`.
+pub fn as_matrix<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let shape = x.shape();
+    let n = width(&shape);
+    B::float_reshape(x, rows(&shape, n))
+}
+
+/// The product in primitives.
+pub fn forward<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTensor<B> {
+    let shape = with_last(x.shape(), weight.shape()[0]);
+    let y = B::float_matmul(as_matrix::<B>(x), B::float_transpose(weight));
+    B::float_reshape(y, shape)
+}
+
+pub(crate) fn bias_forward<B: Fused>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    bias: FloatTensor<B>,
+    kernels: Kernels,
+) -> FloatTensor<B> {
+    if kernels.fuse::<B>(x.dtype()) {
+        return B::fused_linear(x, weight, bias);
+    }
+    let y = forward::<B>(x, weight);
+    let mut shape = vec![1; y.shape().num_dims() - 1];
+    shape.push(bias.shape()[0]);
+    B::float_add(y, B::float_reshape(bias, Shape::from(shape)))
+}
+
+fn with_last(mut shape: Shape, last: usize) -> Shape {
+    let at = shape.num_dims() - 1;
+    shape[at] = last;
+    shape
+}
+
+/// The gradients of input and weight, where they are wanted.
+fn backward<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    dy: FloatTensor<B>,
+    wanted: [bool; 2],
+) -> [Option<FloatTensor<B>>; 2] {
+    let shape = x.shape();
+    let dy = as_matrix::<B>(dy);
+    let dx = wanted[0].then(|| {
+        let dx = B::float_matmul(dy.clone(), weight);
+        B::float_reshape(dx, shape)
+    });
+    let d_weight = wanted[1].then(|| B::float_matmul(B::float_transpose(dy), as_matrix::<B>(x)));
+    [dx, d_weight]
+}
+
+pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    weight: FloatTensor<Autodiff<B, C>>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct LinearBackward;
+
+    impl<B: KernelOps + Fused> Backward<B, 2> for LinearBackward {
+        type State = [FloatTensor<B>; 2];
+
+        fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let [x, weight] = ops.state;
+            let dy = grads.consume::<B>(&ops.node);
+            let wanted = [0, 1].map(|i| ops.parents[i].is_some());
+            let all = backward::<B>(x, weight, dy, wanted);
+            for (parent, gradient) in ops.parents.into_iter().zip(all) {
+                if let (Some(node), Some(gradient)) = (parent, gradient) {
+                    grads.register::<B>(node.id, gradient);
+                }
+            }
+        }
+    }
+
+    let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
+    let y = forward::<B>(x.clone(), weight.clone());
+    match LinearBackward
+        .prepare::<C>([x_node, weight_node])
+        .compute_bound()
+        .stateful()
+    {
+        OpsKind::Tracked(prep) => prep.finish([x, weight], y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    }
+}
+
+pub(crate) fn bias_autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    weight: FloatTensor<Autodiff<B, C>>,
+    bias: FloatTensor<Autodiff<B, C>>,
+    kernels: Kernels,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct LinearBiasBackward;
+
+    impl<B: KernelOps + Fused> Backward<B, 3> for LinearBiasBackward {
+        type State = ([FloatTensor<B>; 2], Kernels);
+
+        fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let ([x, weight], kernels) = ops.state;
+            let dy = grads.consume::<B>(&ops.node);
+            let wanted = [0, 1].map(|i| ops.parents[i].is_some());
+            let [to_x, to_weight, to_bias] = ops.parents;
+            if let Some(node) = to_bias {
+                let d_bias = match kernels.fuse::<B>(dy.dtype()) {
+                    true => B::fused_column_sums(dy.clone()),
+                    false => column_sums::<B>(dy.clone(), weight.dtype()),
+                };
+                grads.register::<B>(node.id, d_bias);
+            }
+            let all = backward::<B>(x, weight, dy, wanted);
+            for (parent, gradient) in [to_x, to_weight].into_iter().zip(all) {
+                if let (Some(node), Some(gradient)) = (parent, gradient) {
+                    grads.register::<B>(node.id, gradient);
+                }
+            }
+        }
+    }
+
+    let ((x, x_node), (weight, weight_node), (bias, bias_node)) =
+        (x.into_parts(), weight.into_parts(), bias.into_parts());
+    let y = bias_forward::<B>(x.clone(), weight.clone(), bias, kernels);
+    match LinearBiasBackward
+        .prepare::<C>([x_node, weight_node, bias_node])
+        .compute_bound()
+        .stateful()
+    {
+        OpsKind::Tracked(prep) => prep.finish(([x, weight], kernels), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    }
+}

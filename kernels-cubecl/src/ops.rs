@@ -1,0 +1,220 @@
+//! The operations as an extension of Burn's backends.
+
+use crate::attention::{self, AttentionOptions};
+use crate::gelu::{self, GeluApproximation};
+use crate::rotary::{self, Heads, RotaryTable};
+use crate::{Fused, Kernels, embedding, layer_norm, linear, rms_norm, swiglu};
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Autodiff, Backend, Flex, backend_extension};
+
+/// One method for each operation: the functions of this crate call them. A backend runs an operation's forward;
+/// its decorator with autodiff records what the operation's file says.
+#[backend_extension(Flex, Autodiff)]
+pub trait KernelOps: Backend {
+    fn attention_op(
+        qkv: FloatTensor<Self>,
+        options: AttentionOptions,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
+
+    fn embedding_rows(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self>;
+
+    fn gelu_op(x: FloatTensor<Self>, how: GeluApproximation, kernels: Kernels)
+    -> FloatTensor<Self>;
+
+    fn bias_gelu_op(
+        x: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        how: GeluApproximation,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
+
+    fn layer_norm_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
+
+    fn linear_op(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    fn linear_bias_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
+
+    fn rms_norm_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
+
+    fn rotary_op(
+        x: FloatTensor<Self>,
+        heads: Heads,
+        table: RotaryTable,
+        back: bool,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
+
+    fn swiglu_op(x: FloatTensor<Self>, kernels: Kernels) -> FloatTensor<Self>;
+}
+
+impl KernelOps for Flex {
+    fn attention_op(
+        qkv: FloatTensor<Self>,
+        options: AttentionOptions,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        attention::forward::<Self>(qkv, options, kernels).0
+    }
+
+    fn embedding_rows(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self> {
+        embedding::forward::<Self>(table, index)
+    }
+
+    fn gelu_op(
+        x: FloatTensor<Self>,
+        how: GeluApproximation,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        gelu::forward::<Self>(x, None, how, kernels)
+    }
+
+    fn bias_gelu_op(
+        x: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        how: GeluApproximation,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        gelu::forward::<Self>(x, Some(bias), how, kernels)
+    }
+
+    fn layer_norm_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        layer_norm::forward::<Self>(x, weight, bias, epsilon, kernels).0
+    }
+
+    fn linear_op(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        linear::forward::<Self>(x, weight)
+    }
+
+    fn linear_bias_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        linear::bias_forward::<Self>(x, weight, bias, kernels)
+    }
+
+    fn rms_norm_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        rms_norm::forward::<Self>(x, weight, epsilon, kernels).0
+    }
+
+    fn rotary_op(
+        x: FloatTensor<Self>,
+        heads: Heads,
+        table: RotaryTable,
+        back: bool,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        rotary::forward::<Self>(x, heads, &table, back, kernels)
+    }
+
+    fn swiglu_op(x: FloatTensor<Self>, kernels: Kernels) -> FloatTensor<Self> {
+        swiglu::forward::<Self>(x, kernels)
+    }
+}
+
+impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
+    fn attention_op(
+        qkv: FloatTensor<Self>,
+        options: AttentionOptions,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        attention::autodiff::<B, C>(qkv, options, kernels)
+    }
+
+    fn embedding_rows(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self> {
+        embedding::autodiff::<B, C>(table, index)
+    }
+
+    fn gelu_op(
+        x: FloatTensor<Self>,
+        how: GeluApproximation,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        gelu::autodiff::<B, C>(x, how, kernels)
+    }
+
+    fn bias_gelu_op(
+        x: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        how: GeluApproximation,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        gelu::bias_autodiff::<B, C>(x, bias, how, kernels)
+    }
+
+    fn layer_norm_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        layer_norm::autodiff::<B, C>(x, weight, bias, epsilon, kernels)
+    }
+
+    fn linear_op(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        linear::autodiff::<B, C>(x, weight)
+    }
+
+    fn linear_bias_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        linear::bias_autodiff::<B, C>(x, weight, bias, kernels)
+    }
+
+    fn rms_norm_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        rms_norm::autodiff::<B, C>(x, weight, epsilon, kernels)
+    }
+
+    fn rotary_op(
+        x: FloatTensor<Self>,
+        heads: Heads,
+        table: RotaryTable,
+        back: bool,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        rotary::autodiff::<B, C>(x, heads, table, back, kernels)
+    }
+
+    fn swiglu_op(x: FloatTensor<Self>, kernels: Kernels) -> FloatTensor<Self> {
+        swiglu::autodiff::<B, C>(x, kernels)
+    }
+}
