@@ -34,9 +34,9 @@ fn run<M: Module + Sync>(
         let x = arbitrary([6, 2, 16], 1, &flex).autodiff().require_grad();
         let y = forward(&model.chunks()[0], x.clone());
         let weighted = y.clone() * arbitrary(y.dims(), 2, &flex).autodiff();
-        let gradients = weighted.sum().backward();
+        let mut gradients = weighted.sum().backward();
         let mut flat = vec![0.0; model.num_elements()];
-        model.add_gradients(0, &gradients, &mut flat);
+        model.add_gradients(0, &mut gradients, &mut flat);
         let tp = &*rank.groups.tp.comm;
         grads::all_reduce_partial(&mut flat, model.params(), tp).expect("all ranks sum");
         let dx = x.grad(&gradients).expect("the input's gradient");

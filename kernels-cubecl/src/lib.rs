@@ -22,6 +22,9 @@ pub mod rms_norm;
 pub mod rotary;
 pub mod swiglu;
 
+#[cfg(test)]
+mod tests;
+
 pub use choice::Kernels;
 pub use fused::Fused;
 pub use ops::KernelOps;

@@ -6,7 +6,7 @@ use crate::autograd::take_gradient;
 use crate::comm::background::{Background, Pending};
 use crate::comm::{CommRef, raise};
 use crate::error::Result;
-use crate::shard::{ParamRecord, host_values};
+use crate::shard::{self, ParamRecord, f32s, host_data};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 use std::fmt;
@@ -113,8 +113,7 @@ impl OverlappedReduce {
 impl Reducing {
     fn add(&mut self, param: usize, gradient: &[f32]) {
         let range = self.ranges[param].clone();
-        let sums = self.sums[range.clone()].iter_mut();
-        sums.zip(gradient).for_each(|(sum, value)| *sum += value);
+        shard::add(&mut self.sums[range.clone()], gradient);
         let data_parallel = self.data_parallel.clone();
         for (bucket, elements) in data_parallel.buckets().ranges().iter().enumerate() {
             if meet(&range, elements) {
@@ -154,8 +153,8 @@ impl ModuleMapper for Hooks {
         // The value is asked for where the forward needs it.
         let hooked = move |_: &_, _: bool| {
             take_gradient(param.val(), move |gradient: Tensor<D>| {
-                let values = host_values(gradient);
-                reduce.lock().add(index, &values);
+                let data = host_data(gradient);
+                reduce.lock().add(index, f32s(&data));
             })
         };
         Param::uninitialized(id, hooked, device, true, shape)
@@ -330,7 +329,7 @@ mod tests {
             y(&hooked).backward();
             let left = reduce.left();
             let mut want = vec![0.0; elements];
-            model.add_gradients(0, &y(&model.chunks()[0]).backward(), &mut want);
+            model.add_gradients(0, &mut y(&model.chunks()[0]).backward(), &mut want);
             (left, reduce.finish().unwrap(), want)
         };
         std::thread::scope(|scope| {

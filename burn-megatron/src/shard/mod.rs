@@ -11,7 +11,7 @@ mod spec;
 mod weights;
 
 pub use builder::ParallelBuilder;
-pub(crate) use model::host_values;
 pub use model::{ParamRecord, ShardedModel};
+pub(crate) use model::{add, f32s, host_data};
 pub use spec::{Init, ParamSpec, Sharding};
 pub use weights::FullWeights;

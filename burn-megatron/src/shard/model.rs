@@ -7,6 +7,7 @@ use crate::error::{ErrorKind, Result};
 use crate::launch::{ProcessGroups, RankContext};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, FloatDType, Gradients, Tensor, TensorData};
+use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
@@ -208,8 +209,8 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// Adds the gradients of one backward pass over one of the chunks to `sums`, the flat buffer of
-    /// them all. Parameters without a gradient add nothing.
-    pub fn add_gradients(&self, chunk: usize, gradients: &Gradients, sums: &mut [f32]) {
+    /// them all, and frees them. Parameters without a gradient add nothing.
+    pub fn add_gradients(&self, chunk: usize, gradients: &mut Gradients, sums: &mut [f32]) {
         assert_eq!(
             sums.len(),
             self.num_elements(),
@@ -326,8 +327,8 @@ struct Flatten<'a> {
 impl ModuleVisitor for Flatten<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let record = self.params.next().expect(IN_ORDER);
-        let values = host_values(param.val().inner());
-        self.flat[record.range.clone()].copy_from_slice(&values);
+        let data = host_data(param.val().inner());
+        self.flat[record.range.clone()].copy_from_slice(f32s(&data));
     }
 }
 
@@ -350,29 +351,43 @@ impl ModuleMapper for Assign<'_> {
 
 struct AddGradients<'a> {
     params: std::slice::Iter<'a, ParamRecord>,
-    gradients: &'a Gradients,
+    gradients: &'a mut Gradients,
     sums: &'a mut [f32],
 }
 
 impl ModuleVisitor for AddGradients<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let record = self.params.next().expect(IN_ORDER);
-        let Some(gradient) = param.val().grad(self.gradients) else {
+        let Some(gradient) = param.val().grad_remove(self.gradients) else {
             return;
         };
-        let sums = self.sums[record.range.clone()].iter_mut();
-        let values = host_values(gradient);
-        sums.zip(values).for_each(|(sum, value)| *sum += value);
+        let data = host_data(gradient);
+        add(&mut self.sums[record.range.clone()], f32s(&data));
     }
 }
 
 /// A tensor without a graph, on the host in f32.
-pub(crate) fn host_values<const D: usize>(x: Tensor<D>) -> Vec<f32> {
-    let x = match x.dtype() {
-        DType::F32 => x,
-        _ => x.cast(FloatDType::F32),
-    };
-    x.into_data().try_into_vec().expect("the tensor is f32")
+pub(crate) fn host_data<const D: usize>(x: Tensor<D>) -> TensorData {
+    match x.dtype() {
+        DType::F32 => x.into_data(),
+        _ => x.cast(FloatDType::F32).into_data(),
+    }
+}
+
+/// Its values.
+pub(crate) fn f32s(data: &TensorData) -> &[f32] {
+    data.as_slice().expect("the tensor is f32")
+}
+
+/// Adds values, on all of the rank's threads.
+pub(crate) fn add(sums: &mut [f32], values: &[f32]) {
+    const CHUNK: usize = 1 << 16;
+    let chunks = sums.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK));
+    chunks.for_each(|(sums, values)| {
+        sums.iter_mut()
+            .zip(values)
+            .for_each(|(sum, value)| *sum += value);
+    });
 }
 
 /// A parameter's tensor of f32 data, rounded to its type.

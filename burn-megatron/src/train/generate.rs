@@ -8,7 +8,7 @@ use crate::layers::Sublayer;
 use crate::models::gpt::GptModel;
 use crate::models::{Stage, StageInput};
 use crate::random;
-use crate::shard::host_values;
+use crate::shard::{f32s, host_data};
 use burn::module::Module;
 use burn::tensor::{Tensor, TensorData};
 
@@ -87,7 +87,7 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> Trainer<GptModel<N, A, M>> {
             let hidden = chunk.forward(input, &PassContext::evaluation());
             if stage + 1 == stages {
                 let logits = chunk.next_token_logits(hidden, seen.len() - 1);
-                return Ok(Some(host_values(logits)));
+                return Ok(Some(f32s(&host_data(logits)).to_vec()));
             }
             pp.send(to_bytes(hidden), (rank + 1) % ranks)?;
         }

@@ -265,6 +265,7 @@ impl<M: Stage> Trainer<M> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Kernels;
     use crate::grads::DataParallelConfig;
     use crate::layers::RecomputeGranularity;
     use crate::models::gpt::GptConfig;
@@ -316,28 +317,36 @@ mod tests {
         }
     }
 
-    /// Bytes of a layer, as the table says; a norm's scale of each token apart.
+    /// Bytes of a layer, as the table says; what norms and attention keep of each row apart.
     #[test]
     fn a_layer_keeps_what_the_table_says() {
         let sbh = S * B * H;
+        let local = GptConfig {
+            transformer_impl: Kernels::Local,
+            ..dropout()
+        };
         for t in [1, 2, 4, 8] {
-            let plain = config(t, false, dropout());
+            let bytes = |sequence_parallel, model: &GptConfig| {
+                KeptValues::new(&config(t, sequence_parallel, model.clone())).layer()
+            };
             let t = t as u64;
-            let scales = 2 * F32 * S * B;
-            let split = 64 * sbh / t + 4 * A * S * S * B / t;
-            let layer = KeptValues::new(&plain).layer();
-            assert_eq!(layer, 24 * sbh + split + scales);
+            let (stats, lse) = (4 * F32 * S * B, F32 * A * S * B / t);
+            assert_eq!(
+                bytes(false, &dropout()),
+                24 * sbh + 48 * sbh / t + stats + lse
+            );
             if t > 1 {
-                let divided = config(t as usize, true, dropout());
-                let layer = KeptValues::new(&divided).layer();
-                assert_eq!(layer, (24 * sbh + scales) / t + split);
+                let divided = (24 * sbh + stats) / t + 48 * sbh / t + lse;
+                assert_eq!(bytes(true, &dropout()), divided);
             }
+            let probabilities = 4 * A * S * S * B / t;
+            let plain = 24 * sbh + 48 * sbh / t + stats;
+            assert_eq!(bytes(false, &local), plain + probabilities);
             let selective = GptConfig {
                 recompute_granularity: Some(RecomputeGranularity::Selective),
-                ..dropout()
+                ..local.clone()
             };
-            let layer = KeptValues::new(&config(t as usize, false, selective)).layer();
-            assert_eq!(layer, 24 * sbh + 64 * sbh / t + scales);
+            assert_eq!(bytes(false, &selective), plain);
         }
     }
 

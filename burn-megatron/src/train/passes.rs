@@ -197,10 +197,10 @@ impl<M: Stage> Work for Passes<'_, M> {
             (End::Output(_), None) => unreachable!("all stages but the last receive a gradient"),
         };
         match &mut self.gradients {
-            GradientSums::Here(sums) => self.model.add_gradients(chunk, &gradients, sums),
+            GradientSums::Here(sums) => self.model.add_gradients(chunk, &mut gradients, sums),
             // The last ones were added as they came.
             GradientSums::Leaving(reduce) if self.last_backward[&stage] != microbatch => {
-                reduce.with_sums(|sums| self.model.add_gradients(chunk, &gradients, sums));
+                reduce.with_sums(|sums| self.model.add_gradients(chunk, &mut gradients, sums));
             }
             GradientSums::Leaving(_) => {}
         }

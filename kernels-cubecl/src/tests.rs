@@ -1,0 +1,329 @@
+//! Every operation in both of its forms: values and gradients against the reference in f64, and the reference's
+//! gradients against finite differences.
+
+use crate::attention::{AttentionOptions, causal_attention};
+use crate::dropout::{AttentionDropout, AttentionHeads, Keep};
+use crate::gelu::{GeluApproximation, bias_gelu, gelu};
+use crate::head_loss::{HeadShard, Reduce};
+use crate::layer_norm::layer_norm;
+use crate::linear::linear_bias;
+use crate::rms_norm::rms_norm;
+use crate::rotary::{Heads, RotaryTable, rotary_embedding};
+use crate::swiglu::swiglu;
+use crate::{Fused, Kernels, random};
+use burn::backend::Flex;
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_flex::FlexTensor;
+use std::sync::{Barrier, Mutex};
+
+/// An operation of tensors that are `[1, 1, n]` where they are vectors.
+type Op<'a> = &'a dyn Fn(&[Tensor<3>], Kernels) -> Tensor<3>;
+
+fn vector(x: &Tensor<3>) -> Tensor<1> {
+    let n = x.dims()[2];
+    x.clone().reshape([n])
+}
+
+fn arbitrary(shape: [usize; 3], salt: u64) -> Vec<f32> {
+    let mut values = vec![0f32; shape.iter().product()];
+    random::fill_normal(salt, 7, 0, 1.0, &mut values);
+    values
+}
+
+fn float(dtype: DType) -> FloatDType {
+    dtype.into()
+}
+
+/// The output, and the gradients of all inputs for an arbitrary weighting of it.
+fn outcome(
+    op: Op<'_>,
+    inputs: &[(Vec<f32>, [usize; 3])],
+    kernels: Kernels,
+    dtype: DType,
+) -> Vec<Vec<f64>> {
+    let device = Device::flex().autodiff();
+    let tensor = |values: &[f32], shape: [usize; 3]| -> Tensor<3> {
+        let data = TensorData::new(values.to_vec(), shape);
+        let x: Tensor<3> = Tensor::from_data(data, (&device, DType::F32));
+        x.cast(float(dtype))
+    };
+    let inputs: Vec<Tensor<3>> = inputs
+        .iter()
+        .map(|(values, shape)| tensor(values, *shape).detach().require_grad())
+        .collect();
+    let y = op(&inputs, kernels);
+    let weights = arbitrary(y.dims(), 99);
+    let weighted = y.clone() * tensor(&weights, y.dims());
+    let gradients = weighted.sum().backward();
+    let values = |x: Tensor<3>| x.into_data().iter::<f64>().collect::<Vec<_>>();
+    let gradient = |x: &Tensor<3>| values(x.grad(&gradients).expect("a gradient"));
+    let mut all = vec![values(y.inner())];
+    all.extend(inputs.iter().map(gradient));
+    all
+}
+
+/// `‖got - want‖ / ‖want‖`
+fn distance(got: &[f64], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+    let difference = norm(&mut got.iter().zip(want).map(|(a, b)| a - b));
+    difference / norm(&mut want.iter().copied()).max(1e-12)
+}
+
+/// Both forms of an operation on inputs of these shapes.
+fn check(what: &str, shapes: &[[usize; 3]], op: Op<'_>) {
+    let inputs: Vec<_> = (1..)
+        .zip(shapes)
+        .map(|(salt, shape)| (arbitrary(*shape, salt), *shape))
+        .collect();
+    let exact = outcome(op, &inputs, Kernels::Local, DType::F64);
+    for (kernels, dtype, bound) in [
+        (Kernels::Fused, DType::F32, 1e-5),
+        (Kernels::Local, DType::F32, 1e-5),
+        (Kernels::Auto, DType::BF16, 3e-2),
+    ] {
+        let got = outcome(op, &inputs, kernels, dtype);
+        for (i, (got, want)) in got.iter().zip(&exact).enumerate() {
+            let error = distance(got, want);
+            let part = if i == 0 { "output" } else { "gradient" };
+            assert!(
+                error < bound,
+                "{what} {shapes:?}, {kernels:?} in {dtype:?}: {part} {i} is {error:e} off"
+            );
+        }
+    }
+    // Of a few elements of each input, in f64: the step is exact in f32.
+    const STEP: f32 = 1.0 / 1024.0;
+    for (i, (values, _)) in inputs.iter().enumerate() {
+        for element in (0..values.len()).step_by(values.len().div_ceil(5)) {
+            let moved = |by: f32| {
+                let mut inputs = inputs.clone();
+                // Rounded first, so that the two steps are as long.
+                let rounded = (values[element] * 1024.0).round() / 1024.0;
+                inputs[i].0[element] = rounded + by;
+                inputs
+            };
+            let total = |by: f32| {
+                let y = outcome(op, &moved(by), Kernels::Local, DType::F64).swap_remove(0);
+                let n = y.len();
+                let weights = arbitrary([1, 1, n], 99);
+                let terms = y.iter().zip(weights).map(|(y, w)| y * f64::from(w));
+                terms.sum::<f64>()
+            };
+            let (near, far) = (
+                (total(STEP) - total(-STEP)) / f64::from(2.0 * STEP),
+                (total(2.0 * STEP) - total(-2.0 * STEP)) / f64::from(4.0 * STEP),
+            );
+            // Richardson's extrapolation leaves the fourth power of the step.
+            let slope = (4.0 * near - far) / 3.0;
+            let there = outcome(op, &moved(0.0), Kernels::Local, DType::F64);
+            let gradient = there[i + 1][element];
+            assert!(
+                (slope - gradient).abs() < 1e-6 * (1.0 + slope.abs()),
+                "{what}: d{i}[{element}] is {gradient}, the difference quotient {slope}"
+            );
+        }
+    }
+}
+
+#[test]
+fn norms() {
+    for (shape, h) in [
+        ([3, 2, 5], 5),
+        ([1, 1, 64], 64),
+        ([7, 3, 37], 37),
+        ([5, 9, 96], 96),
+    ] {
+        check(
+            "layer norm",
+            &[shape, [1, 1, h], [1, 1, h]],
+            &|x, kernels| layer_norm(x[0].clone(), vector(&x[1]), vector(&x[2]), 1e-5, kernels),
+        );
+        check("rms norm", &[shape, [1, 1, h]], &|x, kernels| {
+            rms_norm(x[0].clone(), vector(&x[1]), 1e-5, kernels)
+        });
+    }
+    // More rows than one task takes.
+    check(
+        "layer norm",
+        &[[300, 2, 3], [1, 1, 3], [1, 1, 3]],
+        &|x, kernels| layer_norm(x[0].clone(), vector(&x[1]), vector(&x[2]), 1e-5, kernels),
+    );
+}
+
+#[test]
+fn activations() {
+    for shape in [[3, 2, 5], [1, 1, 64], [7, 3, 38], [300, 2, 4]] {
+        for how in [GeluApproximation::Tanh, GeluApproximation::Erf] {
+            check("gelu", &[shape], &|x, kernels| {
+                gelu(x[0].clone(), how, kernels)
+            });
+            check("bias gelu", &[shape, [1, 1, shape[2]]], &|x, kernels| {
+                bias_gelu(x[0].clone(), vector(&x[1]), how, kernels)
+            });
+        }
+        let gated = [shape[0], shape[1], 2 * shape[2]];
+        check("swiglu", &[gated], &|x, kernels| {
+            swiglu(x[0].clone(), kernels)
+        });
+    }
+}
+
+#[test]
+fn linear_layers() {
+    for ([s, b, i], o) in [([3, 2, 5], 7), ([1, 1, 1], 1), ([70, 2, 33], 48)] {
+        let shapes = [[s, b, i], [1, o, i], [1, 1, o]];
+        check("linear", &shapes, &|x, kernels| {
+            let weight = x[1].clone().reshape([o, i]);
+            linear_bias(x[0].clone(), weight, vector(&x[2]), kernels)
+        });
+    }
+}
+
+#[test]
+fn rotary_positions() {
+    for (s, groups, count, d, turned, pairs) in
+        [(5, 3, 4, 6, 3, 2), (1, 1, 1, 2, 1, 1), (9, 2, 3, 8, 2, 4)]
+    {
+        let frequencies: Vec<f32> = (0..pairs).map(|i| 0.5f32.powi(i)).collect();
+        let table = RotaryTable::new(&frequencies, s);
+        let heads = Heads { width: d, turned };
+        check("rotary", &[[s, groups, count * d]], &|x, kernels| {
+            rotary_embedding(x[0].clone(), heads, &table, kernels)
+        });
+    }
+}
+
+#[test]
+fn attention() {
+    // Sequences below, at and beyond a block of rows; grouped queries; two samples of as many groups.
+    for (s, n, r, d) in [
+        (1usize, 1usize, 1, 4),
+        (5, 2, 1, 3),
+        (64, 2, 2, 8),
+        (70, 4, 3, 5),
+        (129, 2, 1, 16),
+    ] {
+        for p in [0.0, 0.3] {
+            let heads = AttentionHeads {
+                groups: n.div_ceil(2),
+                first_group: 1,
+                queries_per_group: r,
+                num_attention_heads: (n + 1) * r,
+            };
+            let dropout = (p > 0.0).then(|| AttentionDropout {
+                keep: Keep::new(p, 3, 4),
+                first_sample: 2,
+                heads,
+            });
+            let options = AttentionOptions {
+                queries_per_group: r,
+                head_width: d,
+                scale: 1.0 / (d as f64).sqrt(),
+                dropout,
+                recompute: s % 2 == 0,
+            };
+            check("attention", &[[s, n, (r + 2) * d]], &|x, kernels| {
+                causal_attention(x[0].clone(), options, kernels)
+            });
+        }
+    }
+}
+
+fn host(x: FlexTensor) -> Vec<f64> {
+    x.into_data().iter::<f64>().collect()
+}
+
+/// Over two shards, the second with padding, and over one.
+#[test]
+fn head_losses() {
+    let (n, h, v, known) = (13, 6, 8, 11);
+    let hidden = arbitrary([1, n, h], 1);
+    let weight = arbitrary([1, 2 * v, h], 2);
+    let d_losses: Vec<f32> = (0..n).map(|i| [0.5, 0.0, -1.5][i % 3]).collect();
+    let targets: Vec<usize> = (0..n).map(|i| i * 7 % known).collect();
+
+    // In f64, by hand.
+    let (mut losses, mut dx, mut dw) = (vec![0.0; n], vec![0.0; n * h], vec![0.0; 2 * v * h]);
+    for i in 0..n {
+        let x = &hidden[i * h..][..h];
+        let logit = |row: usize| -> f64 {
+            let w = &weight[row * h..][..h];
+            x.iter()
+                .zip(w)
+                .map(|(x, w)| f64::from(*x) * f64::from(*w))
+                .sum()
+        };
+        let total: f64 = (0..known).map(|row| logit(row).exp()).sum();
+        losses[i] = total.ln() - logit(targets[i]);
+        for row in 0..known {
+            let hot = f64::from(u8::from(row == targets[i]));
+            let d = f64::from(d_losses[i]) * (logit(row).exp() / total - hot);
+            for k in 0..h {
+                dx[i * h + k] += d * f64::from(weight[row * h + k]);
+                dw[row * h + k] += d * f64::from(x[k]);
+            }
+        }
+    }
+    let tensor = |values: &[f32], shape: [usize; 2]| {
+        FlexTensor::from_data(TensorData::new(values.to_vec(), shape))
+    };
+    for tokens_at_once in [1, 5, 64] {
+        let (slots, meet) = ([(); 2].map(|()| Mutex::new(Vec::new())), Barrier::new(2));
+        let run = |shard: usize| {
+            let rows = shard * v..(shard + 1) * v;
+            let local = |t: &usize| rows.contains(t).then(|| t - rows.start);
+            let targets: Vec<Option<usize>> = targets.iter().map(local).collect();
+            let reduce = |values: &mut [f32], how: Reduce| {
+                *slots[shard].lock().unwrap() = values.to_vec();
+                meet.wait();
+                for (value, other) in values.iter_mut().zip(&*slots[1 - shard].lock().unwrap()) {
+                    *value = match how {
+                        Reduce::Sum => *value + other,
+                        Reduce::Max => value.max(*other),
+                    };
+                }
+                meet.wait();
+            };
+            let kernel = HeadShard {
+                targets: &targets,
+                known: known.saturating_sub(rows.start).min(v),
+                d_losses: &d_losses,
+                tokens_at_once,
+                reduce: &reduce,
+            };
+            let weight = tensor(&weight[rows.start * h..rows.end * h], [v, h]);
+            Flex::fused_head_loss(tensor(&hidden, [n, h]), weight, &kernel, true)
+        };
+        let (first, second) = std::thread::scope(|scope| {
+            let second = scope.spawn(|| run(1));
+            (run(0), second.join().unwrap())
+        });
+        let [first, second] = [first, second].map(|loss| {
+            assert!(distance(&host(loss.losses), &losses) < 1e-6);
+            let (dx, dw) = loss.gradients.expect("asked for");
+            (host(dx), host(dw))
+        });
+        // Each has the part of the hidden states' gradient that its rows give, and its rows' own.
+        let sum: Vec<f64> = first.0.iter().zip(&second.0).map(|(a, b)| a + b).collect();
+        assert!(distance(&sum, &dx) < 1e-6);
+        assert!(distance(&[first.1, second.1].concat(), &dw) < 1e-6);
+    }
+    // One shard that has everything but padding.
+    let targets: Vec<Option<usize>> = targets.iter().map(|t| Some(*t)).collect();
+    for tokens_at_once in [1, 5, 64] {
+        let kernel = HeadShard {
+            targets: &targets,
+            known,
+            d_losses: &d_losses,
+            tokens_at_once,
+            reduce: &|_, _| (),
+        };
+        let weight = tensor(&weight, [2 * v, h]);
+        let loss = Flex::fused_head_loss(tensor(&hidden, [n, h]), weight, &kernel, true);
+        assert!(distance(&host(loss.losses), &losses) < 1e-6);
+        let (got_x, got_w) = loss.gradients.expect("asked for");
+        assert!(distance(&host(got_x), &dx) < 1e-6);
+        assert!(distance(&host(got_w), &dw) < 1e-6);
+    }
+}
