@@ -1,5 +1,6 @@
 //! The eight steps that Megatron-LM itself ran (`fixtures/README.md`), at our layouts.
 
+use burn_megatron::Kernels;
 use burn_megatron::layers::{Recompute, RecomputeMethod};
 use burn_megatron::shard::Sharding;
 use burn_megatron::topology::PipelineSchedule;
@@ -180,6 +181,26 @@ fn dropout_is_the_same_at_every_layout() {
         };
         let plain = plain.train(|_, _| Ok(())).expect("run").0;
         assert!((plain[0].lm_loss - runs[0].1[0].lm_loss).abs() > 1e-3);
+    }
+}
+
+/// The references of the fused kernels, which the other runs use.
+#[test]
+fn kernels_that_are_not_fused_train_as_megatron_does() {
+    for (llama, tp, sequence_parallel, pp) in [
+        (false, 1, false, 1),
+        (false, 2, true, 2),
+        (true, 1, false, 1),
+        (true, 2, true, 2),
+    ] {
+        let run = Run {
+            llama,
+            sequence_parallel,
+            kernels: Kernels::Local,
+            ..Run::at(tp, 1).with_pipeline(pp, 1)
+        };
+        let name = if llama { "llama" } else { "gpt" };
+        assert_run(run, &json(&format!("{name}_trajectory.json")));
     }
 }
 

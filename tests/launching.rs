@@ -2,6 +2,7 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
+use burn_megatron::Kernels;
 use burn_megatron::comm::counted::Collective;
 use burn_megatron::launch::ProcessGroup;
 use burn_megatron::layers::{Recompute, RecomputeMethod};
@@ -218,7 +219,11 @@ fn a_step_communicates_exactly_what_was_predicted() {
             grad_reduce_in_bf16: dp > 1,
             ..overlapped
         };
-        for run in [plain, distributed, overlapped, halved] {
+        let local = Run {
+            kernels: Kernels::Local,
+            ..plain
+        };
+        for run in [plain, distributed, overlapped, halved, local] {
             let config = run.config();
             let (steps, ends) = run
                 .train(|rank, trainer| {

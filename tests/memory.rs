@@ -1,5 +1,6 @@
 //! What a rank's memory goes to, against what the configuration predicts.
 
+use burn_megatron::Kernels;
 use burn_megatron::memory::CountingAllocator;
 use burn_megatron::prelude::*;
 use burn_megatron::train::{MeasuredMemory, RankMemory};
@@ -58,6 +59,13 @@ fn in_16_bits(run: Run) -> Run {
     }
 }
 
+fn local(run: Run) -> Run {
+    Run {
+        kernels: Kernels::Local,
+        ..run
+    }
+}
+
 /// Three samples in place of one: what the graphs' nodes take cancels, what stays is values. Sequence
 /// parallelism divides what plain tensor parallelism replicates; full recomputation keeps one input for
 /// each layer.
@@ -103,6 +111,16 @@ fn graphs_keep_what_was_predicted() {
             recompute: UNIFORM,
             ..sequence_parallel.with_pipeline(2, 1)
         },
+        local(base),
+        local(Run {
+            recompute: selective,
+            dropout: 0.1,
+            ..base
+        }),
+        local(Run {
+            llama: true,
+            ..sequence_parallel.with_pipeline(2, 1)
+        }),
         in_16_bits(base),
         in_16_bits(Run {
             dropout: 0.1,
@@ -121,11 +139,12 @@ fn graphs_keep_what_was_predicted() {
             let want = three.0.activations - one.0.activations;
             let got = three.1.parts.activations - one.1.parts.activations;
             let what = format!(
-                "{} dropout {} {:?} bf16 {}",
+                "{} dropout {} {:?} bf16 {} {:?}",
                 run.layout(),
                 run.dropout,
                 run.recompute,
-                run.mixed_precision.bf16
+                run.mixed_precision.bf16,
+                run.kernels
             );
             assert!(
                 got.abs_diff(want) <= want / 1000 + 4096,

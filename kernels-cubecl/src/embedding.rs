@@ -1,9 +1,9 @@
 //! Rows of a table, with the backward that adds their gradients up in f32.
 
-use crate::{Fused, KernelOps, narrowed, widened};
+use crate::{Fused, KernelOps, Kernels, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Shape, Tensor};
@@ -15,9 +15,9 @@ use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Shape, Tensor};
 /// - `table`: `[rows, h]`
 /// - `index`: `[n]`
 /// - output: `[n, h]`
-pub fn embedding_rows(table: Tensor<2>, index: Tensor<1, Int>) -> Tensor<2> {
+pub fn embedding_rows(table: Tensor<2>, index: Tensor<1, Int>, kernels: Kernels) -> Tensor<2> {
     let (table, index) = (table.into_dispatch(), index.into_dispatch());
-    Tensor::from_dispatch(Dispatch::embedding_rows(table, index))
+    Tensor::from_dispatch(Dispatch::embedding_rows(table, index, kernels))
 }
 
 pub(crate) fn forward<B: Backend>(table: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
@@ -40,31 +40,43 @@ fn table_gradient<B: Backend>(
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     table: FloatTensor<Autodiff<B, C>>,
     index: IntTensor<B>,
+    kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct EmbeddingBackward;
 
     impl<B: KernelOps + Fused> Backward<B, 1> for EmbeddingBackward {
-        /// The rows taken, and the table's shape and type.
-        type State = (IntTensor<B>, Shape, DType);
+        /// The table with its place in the graph, the rows taken, and the kernels.
+        type State = (FloatTensor<Autodiff<B>>, IntTensor<B>, Kernels);
 
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (index, shape, dtype) = ops.state;
-            unary::<B, _>(ops.parents, ops.node, grads, |dy| {
-                table_gradient::<B>(dy, index, shape, dtype)
-            });
+            let (table, index, kernels) = ops.state;
+            let dy = grads.consume::<B>(&ops.node);
+            let [Some(node)] = ops.parents else { return };
+            let (shape, dtype) = (table.shape(), table.dtype());
+            let gradient = match kernels.fuse::<B>(dtype) {
+                // Into what the table has got so far: an output layer that is tied to it comes first.
+                true => {
+                    let sums = grads.remove::<B>(&table).unwrap_or_else(|| {
+                        B::float_zeros(shape, &dy.device(), FloatDType::from(dtype))
+                    });
+                    B::fused_add_rows_at(sums, index, dy)
+                }
+                false => table_gradient::<B>(dy, index, shape, dtype),
+            };
+            grads.register::<B>(node.id, gradient);
         }
     }
 
+    let whole = table.clone();
     let (table, node) = table.into_parts();
-    let (shape, dtype) = (table.shape(), table.dtype());
     let rows = forward::<B>(table, index.clone());
     match EmbeddingBackward
         .prepare::<C>([node])
         .compute_bound()
         .stateful()
     {
-        OpsKind::Tracked(prep) => prep.finish((index, shape, dtype), rows),
+        OpsKind::Tracked(prep) => prep.finish((whole, index, kernels), rows),
         OpsKind::UnTracked(prep) => prep.finish(rows),
     }
 }
@@ -78,10 +90,16 @@ mod tests {
     fn a_row_that_is_taken_often_gets_every_gradient() {
         // In bf16 a running sum of ones would stop at 256.
         let device = Device::flex().autodiff();
-        for dtype in [DType::F32, DType::BF16] {
+        let all = [
+            (DType::F32, Kernels::Fused),
+            (DType::F32, Kernels::Local),
+            (DType::BF16, Kernels::Auto),
+        ];
+        for (dtype, kernels) in all {
             let table = Tensor::<2>::ones([3, 2], (&device, dtype)).require_grad();
             let index = [vec![1; 1000], vec![2]].concat();
-            let rows = embedding_rows(table.clone(), Tensor::from_data(&index[..], &device));
+            let index = Tensor::from_data(&index[..], &device);
+            let rows = embedding_rows(table.clone(), index, kernels);
             assert_eq!(rows.dims(), [1001, 2]);
             let gradient = table.grad(&rows.sum().backward()).unwrap().into_data();
             assert_eq!(gradient.dtype(), dtype);

@@ -5,7 +5,7 @@ use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
 use crate::rotary::{Heads, RotaryTable};
 use burn::backend::Backend;
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::DType;
 
 /// Fused kernels of a backend, for the types that it says. Forwards return what their backwards need beside the
@@ -94,6 +94,16 @@ pub trait Fused: Backend {
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         bias: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+
+    /// `dyᵀ · x`, `[out, in]`, for `dy [.., out]` and `x [.., in]`.
+    fn fused_weight_gradient(dy: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Adds rows `dy [n, h]` to the rows `index [n]` of `table`.
+    fn fused_add_rows_at(
+        table: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        dy: FloatTensor<Self>,
     ) -> FloatTensor<Self>;
 
     /// `[.., n] -> [n]`: the sum over rows.

@@ -13,9 +13,9 @@ use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::{Shape, Tensor};
 
 /// `x [.., in] · weightᵀ -> [.., out]` for a `weight [out, in]`.
-pub fn linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>) -> Tensor<D> {
+pub fn linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>, kernels: Kernels) -> Tensor<D> {
     let (x, weight) = (x.into_dispatch(), weight.into_dispatch());
-    Tensor::from_dispatch(Dispatch::linear_op(x, weight))
+    Tensor::from_dispatch(Dispatch::linear_op(x, weight, kernels))
 }
 
 /// `x [.., in] · weightᵀ + bias -> [.., out]` for a `weight [out, in]` and a `bias [out]`.
@@ -69,11 +69,12 @@ fn with_last(mut shape: Shape, last: usize) -> Shape {
 }
 
 /// The gradients of input and weight, where they are wanted.
-fn backward<B: Backend>(
+fn backward<B: Fused>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     dy: FloatTensor<B>,
     wanted: [bool; 2],
+    kernels: Kernels,
 ) -> [Option<FloatTensor<B>>; 2] {
     let shape = x.shape();
     let dy = as_matrix::<B>(dy);
@@ -81,25 +82,29 @@ fn backward<B: Backend>(
         let dx = B::float_matmul(dy.clone(), weight);
         B::float_reshape(dx, shape)
     });
-    let d_weight = wanted[1].then(|| B::float_matmul(B::float_transpose(dy), as_matrix::<B>(x)));
+    let d_weight = wanted[1].then(|| match kernels.fuse::<B>(dy.dtype()) {
+        true => B::fused_weight_gradient(dy, x),
+        false => B::float_matmul(B::float_transpose(dy), as_matrix::<B>(x)),
+    });
     [dx, d_weight]
 }
 
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     weight: FloatTensor<Autodiff<B, C>>,
+    kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct LinearBackward;
 
     impl<B: KernelOps + Fused> Backward<B, 2> for LinearBackward {
-        type State = [FloatTensor<B>; 2];
+        type State = ([FloatTensor<B>; 2], Kernels);
 
         fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let [x, weight] = ops.state;
+            let ([x, weight], kernels) = ops.state;
             let dy = grads.consume::<B>(&ops.node);
             let wanted = [0, 1].map(|i| ops.parents[i].is_some());
-            let all = backward::<B>(x, weight, dy, wanted);
+            let all = backward::<B>(x, weight, dy, wanted, kernels);
             for (parent, gradient) in ops.parents.into_iter().zip(all) {
                 if let (Some(node), Some(gradient)) = (parent, gradient) {
                     grads.register::<B>(node.id, gradient);
@@ -115,7 +120,7 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         .compute_bound()
         .stateful()
     {
-        OpsKind::Tracked(prep) => prep.finish([x, weight], y),
+        OpsKind::Tracked(prep) => prep.finish(([x, weight], kernels), y),
         OpsKind::UnTracked(prep) => prep.finish(y),
     }
 }
@@ -144,7 +149,7 @@ pub(crate) fn bias_autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
                 };
                 grads.register::<B>(node.id, d_bias);
             }
-            let all = backward::<B>(x, weight, dy, wanted);
+            let all = backward::<B>(x, weight, dy, wanted, kernels);
             for (parent, gradient) in [to_x, to_weight].into_iter().zip(all) {
                 if let (Some(node), Some(gradient)) = (parent, gradient) {
                     grads.register::<B>(node.id, gradient);

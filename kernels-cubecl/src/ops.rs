@@ -18,7 +18,11 @@ pub trait KernelOps: Backend {
         kernels: Kernels,
     ) -> FloatTensor<Self>;
 
-    fn embedding_rows(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self>;
+    fn embedding_rows(
+        table: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
 
     fn gelu_op(x: FloatTensor<Self>, how: GeluApproximation, kernels: Kernels)
     -> FloatTensor<Self>;
@@ -38,7 +42,11 @@ pub trait KernelOps: Backend {
         kernels: Kernels,
     ) -> FloatTensor<Self>;
 
-    fn linear_op(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self>;
+    fn linear_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
 
     fn linear_bias_op(
         x: FloatTensor<Self>,
@@ -74,7 +82,11 @@ impl KernelOps for Flex {
         attention::forward::<Self>(qkv, options, kernels).0
     }
 
-    fn embedding_rows(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self> {
+    fn embedding_rows(
+        table: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        _: Kernels,
+    ) -> FloatTensor<Self> {
         embedding::forward::<Self>(table, index)
     }
 
@@ -105,7 +117,7 @@ impl KernelOps for Flex {
         layer_norm::forward::<Self>(x, weight, bias, epsilon, kernels).0
     }
 
-    fn linear_op(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn linear_op(x: FloatTensor<Self>, weight: FloatTensor<Self>, _: Kernels) -> FloatTensor<Self> {
         linear::forward::<Self>(x, weight)
     }
 
@@ -151,8 +163,12 @@ impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
         attention::autodiff::<B, C>(qkv, options, kernels)
     }
 
-    fn embedding_rows(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self> {
-        embedding::autodiff::<B, C>(table, index)
+    fn embedding_rows(
+        table: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        embedding::autodiff::<B, C>(table, index, kernels)
     }
 
     fn gelu_op(
@@ -182,8 +198,12 @@ impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
         layer_norm::autodiff::<B, C>(x, weight, bias, epsilon, kernels)
     }
 
-    fn linear_op(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
-        linear::autodiff::<B, C>(x, weight)
+    fn linear_op(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        linear::autodiff::<B, C>(x, weight, kernels)
     }
 
     fn linear_bias_op(

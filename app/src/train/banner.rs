@@ -53,6 +53,12 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
         ),
         ("data", data(plan)),
     ];
+    let fused = plan.resolved.fused_operations();
+    let kernels = match fused.is_empty() {
+        true => "none fused: primitives of Burn's Flex backend".into(),
+        false => format!("fused: {}", fused.join(", ")),
+    };
+    lines.insert(2, ("kernels", kernels));
     if let Some(numbers) = numbers(&config.mixed_precision) {
         lines.insert(1, ("numbers", numbers));
     }

@@ -9,6 +9,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::Tensor;
+use burn_megatron_kernels::Kernels;
 use burn_megatron_kernels::linear::{self, linear};
 
 /// `gather(x) · weightᵀ` for an input `x [s/t, .., in]` of which each rank has its positions: the
@@ -21,7 +22,7 @@ use burn_megatron_kernels::linear::{self, linear};
 /// - output: `[s, .., out]`
 pub fn gathered_linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>, tp: &CommRef) -> Tensor<D> {
     if tp.size() == 1 {
-        return linear(x, weight);
+        return linear(x, weight, Kernels::default());
     }
     Tensor::from_dispatch(Dispatch::gathered_linear(
         x.into_dispatch(),

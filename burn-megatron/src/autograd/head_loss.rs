@@ -14,8 +14,9 @@ use burn_megatron_kernels::Fused;
 use burn_megatron_kernels::head_loss::{HeadLoss, HeadShard, Reduce};
 use std::sync::Arc;
 
-/// Tokens whose logits exist at once: a few dozen megabytes of them for a vocabulary of fifty thousand.
-const TOKENS_AT_ONCE: usize = 256;
+/// Tokens whose logits exist at once: a hundred megabytes of them for a vocabulary of fifty thousand. Fewer would add to
+/// the weight's gradient more often.
+const TOKENS_AT_ONCE: usize = 512;
 
 /// Blocks of tokens that are computed, and reduced over the vocabulary's shards, one after another.
 pub(crate) fn blocks(tokens: usize) -> usize {
@@ -45,7 +46,7 @@ pub struct HeadLossShard {
 /// - `target`, `d_loss`: `[n]`
 /// - output: `[n]`, the same on every rank
 ///
-/// Two all-reduces of `n` and `2n` values, of 256 tokens at a time.
+/// Two all-reduces of `n` and `2n` values, of 512 tokens at a time.
 pub fn head_loss(
     hidden: Tensor<2>,
     weight: Tensor<2>,

@@ -110,7 +110,7 @@ impl ColumnParallelLinear {
                 let x = copy_to_tensor_parallel_region(x, &self.tp);
                 match added {
                     Some(bias) => linear_bias(x, weight, bias, self.kernels),
-                    None => linear(x, weight),
+                    None => linear(x, weight, self.kernels),
                 }
             }
         };

@@ -1,6 +1,7 @@
 //! Embeddings: tokens, split by vocabulary; positions, learned and replicated.
 
 use super::DEFAULT_INIT_STD;
+use crate::Kernels;
 use crate::autograd::{
     VocabShard, embedding_rows, reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -46,6 +47,7 @@ impl VocabParallelEmbeddingConfig {
             weight: builder.param(spec),
             shard: VocabShard::new(self.vocab_size, self.padded_vocab_size, tp),
             sequence_parallel: builder.sequence_parallel(),
+            kernels: builder.kernels(),
         }
     }
 }
@@ -61,6 +63,8 @@ pub struct VocabParallelEmbedding {
     shard: VocabShard,
     #[module(skip)]
     sequence_parallel: bool,
+    #[module(skip)]
+    kernels: Kernels,
 }
 
 impl VocabParallelEmbedding {
@@ -75,7 +79,7 @@ impl VocabParallelEmbedding {
     ///   rows, `[n/t, h]`
     pub fn forward(&self, tokens: Tensor<1, Int>) -> Tensor<2> {
         if self.shard.tp.size() == 1 {
-            return embedding_rows(self.weight.val(), tokens);
+            return embedding_rows(self.weight.val(), tokens, self.kernels);
         }
         let rows = &self.shard.rows;
         let (start, len) = (rows.start as i64, rows.len() as i64);
@@ -84,7 +88,7 @@ impl VocabParallelEmbedding {
             .clone()
             .lower_elem(0)
             .bool_or(local.clone().greater_equal_elem(len));
-        let rows = embedding_rows(self.weight.val(), local.clamp(0, len - 1));
+        let rows = embedding_rows(self.weight.val(), local.clamp(0, len - 1), self.kernels);
         let owned = elsewhere
             .bool_not()
             .float()

@@ -89,7 +89,7 @@ impl RowParallelLinear {
             let y = linear_bias(x, self.weight.val(), bias.clone(), self.kernels);
             return (y, None);
         }
-        let partial = linear(x, self.weight.val());
+        let partial = linear(x, self.weight.val(), self.kernels);
         let y = match self.sequence_parallel {
             true => reduce_scatter_to_sequence_parallel_region(partial, &self.tp),
             false => reduce_from_tensor_parallel_region(partial, &self.tp),

@@ -5,6 +5,7 @@ use crate::Kernels;
 use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{Buckets, DataParallelConfig};
 use crate::launch::ProcessGroups;
+use crate::layers::{Activation, Normalization};
 use crate::models::gpt::{GptConfig, GptModelConfig};
 use crate::optim::{LrSchedule, MixedPrecisionConfig, OptimizerConfig, WeightDecaySchedule};
 use crate::pipeline::Schedule;
@@ -252,6 +253,35 @@ impl ResolvedConfig {
         let precision = self.config.mixed_precision.precision();
         let kernels = self.config.model.transformer_impl;
         kernels.fuse_on(&Device::flex(), precision.dtype())
+    }
+
+    /// The operations that run fused.
+    pub fn fused_operations(&self) -> Vec<&'static str> {
+        if !self.fuses() {
+            return Vec::new();
+        }
+        let (given, model) = (&self.config.model, self.model().transformer);
+        let norm = match model.normalization {
+            Normalization::LayerNorm => "LayerNorm",
+            Normalization::RmsNorm => "RMSNorm",
+        };
+        let activation = match (model.activation, given.disable_bias_linear) {
+            (Activation::Gelu(_), false) => Some("bias and GELU"),
+            (Activation::Gelu(_), true) => Some("GELU"),
+            (Activation::SwiGlu, _) => Some("SwiGLU"),
+            (Activation::SquaredRelu, _) => None,
+        };
+        let bias = (!given.disable_bias_linear).then_some("linear layer and bias");
+        let rotary = model.rotary.is_some().then_some("rotary positions");
+        let all = [
+            Some(norm),
+            Some("attention"),
+            activation,
+            rotary,
+            bias,
+            Some("output layer and loss"),
+        ];
+        all.into_iter().flatten().collect()
     }
 
     /// What a rank of that place in the pipeline communicates in one step.

@@ -34,6 +34,43 @@ pub fn linear(x: &FlexTensor, weight: &FlexTensor, bias: &FlexTensor) -> FlexTen
     tensor(y, shape)
 }
 
+/// `dyᵀ · x`, `[out, in]`, for `dy [.., out]` and `x [.., in]`.
+pub fn weight_gradient(dy: &FlexTensor, x: &FlexTensor) -> FlexTensor {
+    let ((rows, out), (_, inner)) = (rows_of(dy), rows_of(x));
+    let (dy, x) = (Values::of(dy), Values::of(x));
+    // SAFETY: the product writes all of it.
+    let dw = unsafe {
+        written(out * inner, |dw| {
+            let dy = Matrix::new(&dy, [rows, out], out).transposed();
+            let x = Matrix::new(&x, [rows, inner], inner);
+            let dw = Shared::new(dw).at(0);
+            multiply(dw, inner, (dy, x), 1.0, false, Threads::All);
+        })
+    };
+    tensor(dw, Shape::new([out, inner]))
+}
+
+/// Adds rows `dy [n, h]` to the rows `index` of `table [rows, h]`, in place where nobody else holds it.
+pub fn add_rows_at(table: FlexTensor, index: &[usize], dy: &FlexTensor) -> FlexTensor {
+    let (shape, (_, h)) = (shape_of(&table), rows_of(dy));
+    let (mut table, dy) = (table.to_contiguous(), Values::of(dy));
+    let add = |table: &mut [f32]| {
+        for (row, dy) in index.iter().zip(dy.chunks_exact(h)) {
+            let row = &mut table[row * h..(row + 1) * h];
+            row.iter_mut()
+                .zip(dy)
+                .for_each(|(sum, value)| *sum += value);
+        }
+    };
+    if let Some(values) = table.try_storage_mut::<f32>() {
+        add(values);
+        return table;
+    }
+    let mut values = table.as_slice::<f32>().expect("contiguous f32").to_vec();
+    add(&mut values);
+    tensor(values, shape)
+}
+
 vectors! {
     /// Adds rows to `sums`.
     fn add_rows[M](x: &[f32], sums: &mut [f32]) {

@@ -99,6 +99,16 @@ impl Fused for Flex {
         linear::linear(&x, &weight, &bias)
     }
 
+    fn fused_weight_gradient(dy: FlexTensor, x: FlexTensor) -> FlexTensor {
+        linear::weight_gradient(&dy, &x)
+    }
+
+    fn fused_add_rows_at(table: FlexTensor, index: FlexTensor, dy: FlexTensor) -> FlexTensor {
+        let index = index.into_data();
+        let index: Vec<usize> = index.iter::<i64>().map(|row| row as usize).collect();
+        linear::add_rows_at(table, &index, &dy)
+    }
+
     fn fused_column_sums(x: FlexTensor) -> FlexTensor {
         linear::column_sums(&x)
     }

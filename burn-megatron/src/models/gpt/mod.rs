@@ -205,7 +205,10 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> GptModel<N, A, M> {
                 let (weight, tp) = (tied.word_embeddings.weight.val(), &self.vocab.tp);
                 match self.sequence_parallel {
                     true => gathered_linear(hidden, weight, tp),
-                    false => linear(copy_to_tensor_parallel_region(hidden, tp), weight),
+                    false => {
+                        let hidden = copy_to_tensor_parallel_region(hidden, tp);
+                        linear(hidden, weight, self.kernels)
+                    }
                 }
             }
             (None, None) => panic!("only the last pipeline stage has logits"),
