@@ -3,9 +3,11 @@
 //! element's index in the whole tensor of the global batch.
 
 use crate::random;
-use burn::tensor::{DType, FloatDType, Tensor, TensorData};
-use burn_megatron_kernels::dropout::Keep;
+use burn::tensor::Tensor;
+use burn_megatron_kernels::Kernels;
 pub use burn_megatron_kernels::dropout::{AttentionDropout, AttentionHeads};
+use burn_megatron_kernels::dropout::{HiddenKeep, Keep};
+use burn_megatron_kernels::dropout_add::{dropout, dropout_add};
 
 /// Where one forward pass stands in the run: what its dropout masks depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,30 +68,46 @@ pub struct HiddenDropout {
     pub part: usize,
     /// Ranks that have parts: 1 without sequence parallelism.
     pub parts: usize,
+    pub kernels: Kernels,
 }
 
 impl HiddenDropout {
     /// `[s, b, h] -> [s, b, h]`
     pub fn forward(&self, x: Tensor<3>, context: &PassContext, place: DropoutPlace) -> Tensor<3> {
-        if !context.training || self.p == 0.0 {
-            return x;
+        match self.keep(x.dims(), context, place) {
+            Some(keep) => dropout(x, keep, self.kernels),
+            None => x,
         }
-        let [s, b, h] = x.dims();
-        let keep = context.keep(self.p, place);
-        let mut factors = vec![0f32; s * b * h];
-        for (row, factors) in factors.chunks_mut(h).enumerate() {
-            let position = (self.part * s + row / b) as u64;
-            let sample = context.first_sample + (row % b) as u64;
-            let index = (sample * (s * self.parts) as u64 + position) * h as u64;
-            keep.fill(index, factors);
+    }
+
+    /// `residual + dropout(x)`
+    pub fn add(
+        &self,
+        x: Tensor<3>,
+        residual: Tensor<3>,
+        context: &PassContext,
+        place: DropoutPlace,
+    ) -> Tensor<3> {
+        match self.keep(x.dims(), context, place) {
+            Some(keep) => dropout_add(x, residual, keep, self.kernels),
+            None => residual + x,
         }
-        let factors = TensorData::new(factors, [s, b, h]);
-        let factors = Tensor::from_data(factors, (&x.device(), DType::F32));
-        match x.dtype() {
-            DType::F32 => x * factors,
-            // The product alone is rounded: a factor of 1/(1 - p) in 16 bits would be another p's.
-            dtype => (x.cast(FloatDType::F32) * factors).cast(FloatDType::from(dtype)),
-        }
+    }
+
+    /// Which elements of `[s, b, h]` are kept; `None` where all are.
+    fn keep(
+        &self,
+        [s, b, _]: [usize; 3],
+        context: &PassContext,
+        place: DropoutPlace,
+    ) -> Option<HiddenKeep> {
+        (context.training && self.p > 0.0).then(|| HiddenKeep {
+            keep: context.keep(self.p, place),
+            first_sample: context.first_sample,
+            samples: b,
+            first_position: self.part * s,
+            sequence: s * self.parts,
+        })
     }
 }
 
@@ -137,6 +155,7 @@ mod tests {
         p: 0.25,
         part: 0,
         parts: 1,
+        kernels: Kernels::Auto,
     };
 
     #[test]

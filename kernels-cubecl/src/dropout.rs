@@ -31,6 +31,28 @@ impl Keep {
     }
 }
 
+/// Dropout on hidden states `[s, b, h]`, or on a rank's positions of them.
+#[derive(Debug, Clone, Copy)]
+pub struct HiddenKeep {
+    pub keep: Keep,
+    /// Place in the global batch of the first of the `samples` (`b`).
+    pub first_sample: u64,
+    pub samples: usize,
+    /// The first position, of a sequence of `sequence`.
+    pub first_position: usize,
+    pub sequence: usize,
+}
+
+impl HiddenKeep {
+    /// The factors of a row of features: that of position `row / b` and sample `row % b`.
+    pub fn fill(&self, row: usize, factors: &mut [f32]) {
+        let position = (self.first_position + row / self.samples) as u64;
+        let sample = self.first_sample + (row % self.samples) as u64;
+        let index = (sample * self.sequence as u64 + position) * factors.len() as u64;
+        self.keep.fill(index, factors);
+    }
+}
+
 /// Dropout on the attention's probabilities of a rank's heads.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionDropout {

@@ -1,6 +1,7 @@
 //! What a backend computes in one pass.
 
 use crate::attention::AttentionOptions;
+use crate::dropout::HiddenKeep;
 use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
 use crate::rotary::{Heads, RotaryTable};
@@ -44,6 +45,13 @@ pub trait Fused: Backend {
         weight: FloatTensor<Self>,
         dy: FloatTensor<Self>,
     ) -> [FloatTensor<Self>; 2];
+
+    /// `residual + dropout(x)`, `[s, b, h]`
+    fn fused_dropout_add(
+        x: FloatTensor<Self>,
+        residual: Option<FloatTensor<Self>>,
+        keep: &HiddenKeep,
+    ) -> FloatTensor<Self>;
 
     /// `gelu(x + bias)`
     fn fused_gelu(

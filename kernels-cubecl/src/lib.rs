@@ -13,6 +13,7 @@ mod ops;
 pub mod random;
 
 pub mod attention;
+pub mod dropout_add;
 pub mod embedding;
 pub mod gelu;
 pub mod head_loss;

@@ -1,9 +1,10 @@
 //! The operations as an extension of Burn's backends.
 
 use crate::attention::{self, AttentionOptions};
+use crate::dropout::HiddenKeep;
 use crate::gelu::{self, GeluApproximation};
 use crate::rotary::{self, Heads, RotaryTable};
-use crate::{Fused, Kernels, embedding, layer_norm, linear, rms_norm, swiglu};
+use crate::{Fused, Kernels, dropout_add, embedding, layer_norm, linear, rms_norm, swiglu};
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Flex, backend_extension};
@@ -15,6 +16,15 @@ pub trait KernelOps: Backend {
     fn attention_op(
         qkv: FloatTensor<Self>,
         options: AttentionOptions,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
+
+    fn dropout_op(x: FloatTensor<Self>, keep: HiddenKeep, kernels: Kernels) -> FloatTensor<Self>;
+
+    fn dropout_add_op(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        keep: HiddenKeep,
         kernels: Kernels,
     ) -> FloatTensor<Self>;
 
@@ -80,6 +90,19 @@ impl KernelOps for Flex {
         kernels: Kernels,
     ) -> FloatTensor<Self> {
         attention::forward::<Self>(qkv, options, kernels).0
+    }
+
+    fn dropout_op(x: FloatTensor<Self>, keep: HiddenKeep, kernels: Kernels) -> FloatTensor<Self> {
+        dropout_add::forward::<Self>(x, None, keep, kernels)
+    }
+
+    fn dropout_add_op(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        keep: HiddenKeep,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        dropout_add::forward::<Self>(x, Some(residual), keep, kernels)
     }
 
     fn embedding_rows(
@@ -161,6 +184,19 @@ impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
         kernels: Kernels,
     ) -> FloatTensor<Self> {
         attention::autodiff::<B, C>(qkv, options, kernels)
+    }
+
+    fn dropout_op(x: FloatTensor<Self>, keep: HiddenKeep, kernels: Kernels) -> FloatTensor<Self> {
+        dropout_add::autodiff::<B, C>(x, keep, kernels)
+    }
+
+    fn dropout_add_op(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        keep: HiddenKeep,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        dropout_add::add_autodiff::<B, C>(x, residual, keep, kernels)
     }
 
     fn embedding_rows(

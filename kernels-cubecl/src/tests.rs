@@ -2,7 +2,8 @@
 //! gradients against finite differences.
 
 use crate::attention::{AttentionOptions, causal_attention};
-use crate::dropout::{AttentionDropout, AttentionHeads, Keep};
+use crate::dropout::{AttentionDropout, AttentionHeads, HiddenKeep, Keep};
+use crate::dropout_add::{dropout, dropout_add};
 use crate::gelu::{GeluApproximation, bias_gelu, gelu};
 use crate::head_loss::{HeadShard, Reduce};
 use crate::layer_norm::layer_norm;
@@ -17,7 +18,7 @@ use burn_flex::FlexTensor;
 use std::sync::{Barrier, Mutex};
 
 /// An operation of tensors that are `[1, 1, n]` where they are vectors.
-type Op<'a> = &'a dyn Fn(&[Tensor<3>], Kernels) -> Tensor<3>;
+type Op<'a> = &'a (dyn Fn(&[Tensor<3>], Kernels) -> Tensor<3> + Sync);
 
 fn vector(x: &Tensor<3>) -> Tensor<1> {
     let n = x.dims()[2];
@@ -92,6 +93,13 @@ fn check(what: &str, shapes: &[[usize; 3]], op: Op<'_>) {
             );
         }
     }
+    // Whatever the number of threads, a fused kernel's results have the same bits.
+    let on_threads = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+        let pool = pool.build().expect("threads");
+        pool.install(|| outcome(op, &inputs, Kernels::Fused, DType::F32))
+    };
+    assert_eq!(on_threads(1), on_threads(3), "{what}");
     // Of a few elements of each input, in f64: the step is exact in f32.
     const STEP: f32 = 1.0 / 1024.0;
     for (i, (values, _)) in inputs.iter().enumerate() {
@@ -171,13 +179,58 @@ fn activations() {
 
 #[test]
 fn linear_layers() {
-    for ([s, b, i], o) in [([3, 2, 5], 7), ([1, 1, 1], 1), ([70, 2, 33], 48)] {
+    for ([s, b, i], o) in [
+        ([3, 2, 5], 7),
+        ([1, 1, 1], 1),
+        ([70, 2, 33], 48),
+        ([150, 2, 80], 200),
+    ] {
         let shapes = [[s, b, i], [1, o, i], [1, 1, o]];
         check("linear", &shapes, &|x, kernels| {
             let weight = x[1].clone().reshape([o, i]);
             linear_bias(x[0].clone(), weight, vector(&x[2]), kernels)
         });
     }
+}
+
+#[test]
+fn dropouts() {
+    for (s, b, h) in [(5, 3, 7), (1, 1, 64), (300, 2, 3)] {
+        let keep = HiddenKeep {
+            keep: Keep::new(0.3, 5, 6),
+            first_sample: 4,
+            samples: b,
+            first_position: s,
+            sequence: 2 * s,
+        };
+        check("dropout", &[[s, b, h]], &|x, kernels| {
+            dropout(x[0].clone(), keep, kernels)
+        });
+        check("dropout add", &[[s, b, h]; 2], &|x, kernels| {
+            dropout_add(x[0].clone(), x[1].clone(), keep, kernels)
+        });
+    }
+}
+
+/// Large enough for all of a pool's threads to take part.
+#[test]
+fn products_have_the_same_bits_on_any_number_of_threads() {
+    let (n, i, o) = (600, 300, 500);
+    let tensor = |shape: [usize; 2], salt| {
+        let values = arbitrary([1, shape[0], shape[1]], salt);
+        FlexTensor::from_data(TensorData::new(values, shape))
+    };
+    let run = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+        pool.build().expect("threads").install(|| {
+            let (x, weight, dy) = (tensor([n, i], 1), tensor([o, i], 2), tensor([n, o], 3));
+            let bias = FlexTensor::from_data(TensorData::new(arbitrary([1, 1, o], 4), [o]));
+            let y = Flex::fused_linear(x.clone(), weight, bias);
+            (host(y), host(Flex::fused_weight_gradient(dy, x)))
+        })
+    };
+    let one = run(1);
+    assert!(run(2) == one && run(5) == one);
 }
 
 #[test]

@@ -140,10 +140,10 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerLayer<N, A, M> {
         let normal = self.input_layernorm.forward(x.clone(), context);
         let attended = self.self_attention.forward(normal, context);
         let place = DropoutPlace::AttentionOutput;
-        let x = x + self.dropout.forward(attended, context, place);
+        let x = self.dropout.add(attended, x, context, place);
         let normal = self.pre_mlp_layernorm.forward(x.clone(), context);
         let fed = self.mlp.forward(normal, context);
-        x + self.dropout.forward(fed, context, DropoutPlace::MlpOutput)
+        self.dropout.add(fed, x, context, DropoutPlace::MlpOutput)
     }
 }
 

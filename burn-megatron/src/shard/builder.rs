@@ -115,7 +115,12 @@ impl ParallelBuilder {
     /// Dropout of `p` on what layers pass on: `[s, b, h]`, or the rank's positions of it.
     pub fn hidden_dropout(&self, p: f64) -> HiddenDropout {
         let (part, parts) = self.sequence_part();
-        HiddenDropout { p, part, parts }
+        HiddenDropout {
+            p,
+            part,
+            parts,
+            kernels: self.kernels,
+        }
     }
 
     /// Which part of the sequence this rank has between the tensor-parallel regions, of how many.

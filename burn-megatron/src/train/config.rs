@@ -273,11 +273,13 @@ impl ResolvedConfig {
         };
         let bias = (!given.disable_bias_linear).then_some("linear layer and bias");
         let rotary = model.rotary.is_some().then_some("rotary positions");
+        let dropout = (model.hidden_dropout > 0.0).then_some("dropout and residual");
         let all = [
             Some(norm),
             Some("attention"),
             activation,
             rotary,
+            dropout,
             bias,
             Some("output layer and loss"),
         ];

@@ -84,14 +84,13 @@ fn activations(config: &ResolvedConfig, pp_rank: usize) -> u64 {
 /// | what | values |
 /// |---|---|
 /// | both norms: the input; their outputs, as the inputs of QKV and fc1 | `4 sbh` |
-/// | both dropouts, where there are any: the factors | `2 sbh` |
 /// | attention: Q, K, V, and its output as the projection's input | `4 sbh/t` |
 /// | attention that is not fused: probabilities, unless they are recomputed | `as²b/t` |
 /// | MLP: GELU's input, and its output as the input of fc2 | `8 sbh/t` |
 ///
-/// In bytes of f32 `sbh (16 + 8 + 48/t)`, and in 16 bits, which have no fused attention on the CPU and where dropout's
-/// factors stay in f32, `sbh (8 + 8 + 24/t + 2as/(ht))`; Korthikanti et al. 2022 count
-/// `sbh (10 + 24/t + 5as/(ht))`. Sequence parallelism divides the first two rows by `t` as
+/// In bytes of f32 `sbh (16 + 48/t)`, and in 16 bits, which have no fused attention on the CPU,
+/// `sbh (8 + 24/t + 2as/(ht))`; Korthikanti et al. 2022 count `sbh (10 + 24/t + 5as/(ht))`: dropout's masks are made
+/// again here. Sequence parallelism divides the first row by `t` as
 /// well. Full recomputation keeps `sbh` for each group of layers, `sbh/t` under sequence parallelism.
 struct KeptValues<'a> {
     config: &'a ResolvedConfig,
@@ -165,15 +164,7 @@ impl<'a> KeptValues<'a> {
         };
         let values = qkv + of(a * d) + inner + of(f);
         let attention = head_norms + probabilities;
-        2 * self.norm() + 2 * self.dropout() + attention + self.value * values
-    }
-
-    /// Bytes of the factors of one dropout on `[s, b, h]`.
-    fn dropout(&self) -> u64 {
-        match self.config.config().model.hidden_dropout > 0.0 {
-            true => F32 * self.hidden(),
-            false => 0,
-        }
+        2 * self.norm() + attention + self.value * values
     }
 
     /// Bytes of a whole stage.
@@ -188,7 +179,7 @@ impl<'a> KeptValues<'a> {
         bytes += self.value * groups.len() as u64 * self.hidden();
         if stage.is_first() {
             // The tokens; and which of them are in this rank's part of the table.
-            bytes += self.dropout() + I32 * self.tokens;
+            bytes += I32 * self.tokens;
             bytes += if self.t > 1 {
                 self.value * self.tokens
             } else {
@@ -333,14 +324,14 @@ mod tests {
             let (stats, lse) = (4 * F32 * S * B, F32 * A * S * B / t);
             assert_eq!(
                 bytes(false, &dropout()),
-                24 * sbh + 48 * sbh / t + stats + lse
+                16 * sbh + 48 * sbh / t + stats + lse
             );
             if t > 1 {
-                let divided = (24 * sbh + stats) / t + 48 * sbh / t + lse;
+                let divided = (16 * sbh + stats) / t + 48 * sbh / t + lse;
                 assert_eq!(bytes(true, &dropout()), divided);
             }
             let probabilities = 4 * A * S * S * B / t;
-            let plain = 24 * sbh + 48 * sbh / t + stats;
+            let plain = 16 * sbh + 48 * sbh / t + stats;
             assert_eq!(bytes(false, &local), plain + probabilities);
             let selective = GptConfig {
                 recompute_granularity: Some(RecomputeGranularity::Selective),

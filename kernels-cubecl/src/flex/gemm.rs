@@ -1,8 +1,5 @@
 //! Matrix products on parts of buffers.
 
-/// Rows that a thread must have to take them by itself.
-const ROWS_EACH: usize = 192;
-
 /// A matrix of given strides in a buffer.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
@@ -27,15 +24,6 @@ impl<'a> Matrix<'a> {
             columns,
             row_stride,
             column_stride: 1,
-        }
-    }
-
-    /// `rows` of its rows, from `first` on.
-    fn part(self, first: usize, rows: usize) -> Self {
-        Matrix {
-            data: &self.data[first * self.row_stride..],
-            rows,
-            ..self
         }
     }
 
@@ -72,33 +60,10 @@ pub unsafe fn multiply(
     threads: Threads,
 ) {
     assert_eq!(a.columns, b.rows, "the inner dimension");
-    let parts = rayon::current_num_threads();
-    let (threads, split) = match threads {
-        Threads::One => (gemm::Parallelism::None, false),
-        // What is read column by column is faster when each thread has rows of its own than when they pack it
-        // together. No element's sum is of another order.
-        Threads::All => (
-            gemm::Parallelism::Rayon(0),
-            parts > 1 && a.column_stride != 1 && a.rows >= parts * ROWS_EACH,
-        ),
+    let threads = match threads {
+        Threads::One => gemm::Parallelism::None,
+        Threads::All => gemm::Parallelism::Rayon(0),
     };
-    if split {
-        let each = a.rows.div_ceil(parts).next_multiple_of(16);
-        let to = Shared(to);
-        rayon::scope(|scope| {
-            for first in (0..a.rows).step_by(each) {
-                let part = a.part(first, each.min(a.rows - first));
-                scope.spawn(move |_| {
-                    // SAFETY: the caller's, for rows that this task alone has.
-                    unsafe {
-                        let to = to.at(first * row_stride);
-                        multiply(to, row_stride, (part, b), scale, add, Threads::One);
-                    }
-                });
-            }
-        });
-        return;
-    }
     // SAFETY: both matrices lie in their buffers (checked where they are made), and the caller answers for `to`.
     unsafe {
         gemm::gemm(

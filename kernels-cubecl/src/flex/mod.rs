@@ -4,6 +4,7 @@
 
 mod activation;
 mod attention;
+mod dropout;
 mod gemm;
 mod head;
 mod linear;
@@ -13,6 +14,7 @@ pub mod simd;
 
 use crate::Fused;
 use crate::attention::AttentionOptions;
+use crate::dropout::HiddenKeep;
 use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
 use crate::rotary::{Heads, RotaryTable};
@@ -54,6 +56,14 @@ impl Fused for Flex {
         dy: FlexTensor,
     ) -> [FlexTensor; 2] {
         norm::rms_norm_backward(&x, &scale, &weight, &dy)
+    }
+
+    fn fused_dropout_add(
+        x: FlexTensor,
+        residual: Option<FlexTensor>,
+        keep: &HiddenKeep,
+    ) -> FlexTensor {
+        dropout::dropout_add(&x, residual.as_ref(), keep)
     }
 
     fn fused_gelu(x: FlexTensor, bias: Option<FlexTensor>, how: GeluApproximation) -> FlexTensor {
