@@ -40,6 +40,7 @@ pub fn head_loss(
 ) -> HeadLoss<Flex> {
     let (hidden_shape, weight_shape) = (shape_of(hidden), shape_of(weight));
     let ([n, h], v) = ([hidden_shape[0], hidden_shape[1]], weight_shape[0]);
+    assert!(n > 0, "a loss of at least one token");
     let (x, w) = (Values::of(hidden), Values::of(weight));
     let at_once = shard.tokens_at_once.clamp(1, n.max(1));
     let mut losses = vec![0f32; n];

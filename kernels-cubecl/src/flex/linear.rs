@@ -37,6 +37,9 @@ pub fn linear(x: &FlexTensor, weight: &FlexTensor, bias: &FlexTensor) -> FlexTen
 /// `dyᵀ · x`, `[out, in]`, for `dy [.., out]` and `x [.., in]`.
 pub fn weight_gradient(dy: &FlexTensor, x: &FlexTensor) -> FlexTensor {
     let ((rows, out), (_, inner)) = (rows_of(dy), rows_of(x));
+    if rows == 0 {
+        return tensor(vec![0.0; out * inner], Shape::new([out, inner]));
+    }
     let (dy, x) = (Values::of(dy), Values::of(x));
     // SAFETY: the product writes all of it.
     let dw = unsafe {
