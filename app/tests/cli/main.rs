@@ -457,12 +457,16 @@ fn the_first_step_tells_where_each_ranks_memory_went() {
         let rows = said
             .lines()
             .skip_while(|l| !l.starts_with("memory of each"));
-        let row = rows.clone().nth(2).unwrap();
         assert!(rows.clone().nth(1).unwrap().ends_with("peak of the step"));
-        assert_eq!(rows.take_while(|l| !l.starts_with("iteration")).count(), 6);
+        assert_eq!(
+            rows.clone()
+                .take_while(|l| !l.starts_with("iteration"))
+                .count(),
+            6
+        );
         // rank, then "a / b" for weights, gradients, optimizer, activations.
-        let words: Vec<&str> = row.split_whitespace().collect();
-        let kilobytes = |at: usize| {
+        let kilobytes = |row: &str, at: usize| {
+            let words: Vec<&str> = row.split_whitespace().collect();
             let unit = match words[at + 1] {
                 "kB" => 1.0,
                 "MB" => 1e3,
@@ -470,7 +474,12 @@ fn the_first_step_tells_where_each_ranks_memory_went() {
             };
             unit * words[at].parse::<f64>().unwrap()
         };
-        vec![kilobytes(16), kilobytes(19)]
+        // All ranks keep as much; one of them may have grown what Burn keeps for all.
+        let least = |at: usize| {
+            let all = rows.clone().skip(2).take(4).map(|row| kilobytes(row, at));
+            all.fold(f64::INFINITY, f64::min)
+        };
+        vec![least(16), least(19)]
     };
     let said = stdout(&mut fixture_run(&kept));
     assert!(said.contains("memory    "), "{said}");
