@@ -2,7 +2,7 @@
 
 use super::gemm::{Matrix, Shared, Threads, multiply};
 use super::simd::{exp, max, sum, vectors};
-use super::{Values, shape_of, tensor, written};
+use super::{Values, changed, shape_of, tensor, written};
 use crate::head_loss::{HeadLoss, HeadShard, Reduce};
 use burn::tensor::Shape;
 use burn_flex::{Flex, FlexTensor};
@@ -156,18 +156,9 @@ pub fn scaled(x: FlexTensor, factor: f32) -> FlexTensor {
     if factor == 1.0 {
         return x;
     }
-    let shape = shape_of(&x);
-    let mut x = x.to_contiguous();
-    let all = |values: &mut [f32]| {
+    changed(x, |values| {
         values
             .par_chunks_mut(1 << 14)
             .for_each(|values| scale_by(values, factor));
-    };
-    if let Some(values) = x.try_storage_mut::<f32>() {
-        all(values);
-        return x;
-    }
-    let mut values = x.as_slice::<f32>().expect("contiguous f32").to_vec();
-    all(&mut values);
-    tensor(values, shape)
+    })
 }

@@ -3,7 +3,7 @@
 use super::gemm::{Matrix, Shared, Threads, multiply};
 use super::norm::added_up;
 use super::simd::vectors;
-use super::{Values, rows_at_once, rows_of, shape_of, tensor, written};
+use super::{Values, changed, rows_at_once, rows_of, shape_of, tensor, written};
 use burn::tensor::Shape;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -55,23 +55,15 @@ pub fn weight_gradient(dy: &FlexTensor, x: &FlexTensor) -> FlexTensor {
 
 /// Adds rows `dy [n, h]` to the rows `index` of `table [rows, h]`, in place where nobody else holds it.
 pub fn add_rows_at(table: FlexTensor, index: &[usize], dy: &FlexTensor) -> FlexTensor {
-    let (shape, (_, h)) = (shape_of(&table), rows_of(dy));
-    let (mut table, dy) = (table.to_contiguous(), Values::of(dy));
-    let add = |table: &mut [f32]| {
+    let ((_, h), dy) = (rows_of(dy), Values::of(dy));
+    changed(table, |table| {
         for (row, dy) in index.iter().zip(dy.chunks_exact(h)) {
             let row = &mut table[row * h..(row + 1) * h];
             row.iter_mut()
                 .zip(dy)
                 .for_each(|(sum, value)| *sum += value);
         }
-    };
-    if let Some(values) = table.try_storage_mut::<f32>() {
-        add(values);
-        return table;
-    }
-    let mut values = table.as_slice::<f32>().expect("contiguous f32").to_vec();
-    add(&mut values);
-    tensor(values, shape)
+    })
 }
 
 vectors! {

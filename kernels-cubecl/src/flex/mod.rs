@@ -188,6 +188,18 @@ fn tensor(values: Vec<f32>, shape: Shape) -> FlexTensor {
     )
 }
 
+/// `x` after `change`: in place where nobody else holds it, else a copy.
+fn changed(x: FlexTensor, change: impl FnOnce(&mut [f32])) -> FlexTensor {
+    let mut x = x.to_contiguous();
+    if let Some(values) = x.try_storage_mut::<f32>() {
+        change(values);
+        return x;
+    }
+    let mut values = Values::of(&x).to_vec();
+    change(&mut values);
+    tensor(values, shape_of(&x))
+}
+
 /// Rows that one task takes: of about so many values.
 fn rows_at_once(width: usize) -> usize {
     (16384 / width.max(1)).clamp(1, 256)

@@ -1,7 +1,7 @@
 //! Rotary positions on packed heads, in place where nobody else holds them.
 
 use super::simd::vectors;
-use super::{rows_of, shape_of, tensor};
+use super::{changed, rows_of, shape_of};
 use crate::rotary::{Heads, RotaryTable};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -23,8 +23,7 @@ vectors! {
 pub fn rotary(x: FlexTensor, heads: Heads, table: &RotaryTable, back: bool) -> FlexTensor {
     let (shape, (_, width)) = (shape_of(&x), rows_of(&x));
     let position = shape.num_elements() / shape[0].max(1);
-    let mut x = x.to_contiguous();
-    let turn_all = |values: &mut [f32]| {
+    changed(x, |values| {
         let sign = if back { -1.0 } else { 1.0 };
         let positions = values.par_chunks_mut(position.max(1)).enumerate();
         positions.for_each(|(p, values)| {
@@ -35,12 +34,5 @@ pub fn rotary(x: FlexTensor, heads: Heads, table: &RotaryTable, back: bool) -> F
                 }
             }
         });
-    };
-    if let Some(values) = x.try_storage_mut::<f32>() {
-        turn_all(values);
-        return x;
-    }
-    let mut values = x.as_slice::<f32>().expect("contiguous f32").to_vec();
-    turn_all(&mut values);
-    tensor(values, shape)
+    })
 }
