@@ -57,7 +57,7 @@ pub(crate) fn forward<B: Fused>(
     options: AttentionOptions,
     kernels: Kernels,
 ) -> (FloatTensor<B>, Saved<B>) {
-    if kernels.fuse::<B>(qkv.dtype()) {
+    if kernels.fuse::<B>(&qkv) {
         let (out, lse) = B::fused_attention(qkv.clone(), &options);
         let saved = Saved::Fused(Box::new([qkv, out.clone(), lse]));
         return (out, saved);

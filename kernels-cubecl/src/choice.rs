@@ -1,7 +1,8 @@
 //! Which kernels run.
 
 use crate::Fused;
-use burn::backend::Flex;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{DispatchDevice, Flex, TensorMetadata};
 use burn::tensor::{DType, Device};
 use serde::{Deserialize, Serialize};
 
@@ -19,14 +20,19 @@ pub enum Kernels {
 }
 
 impl Kernels {
-    /// Whether tensors of that type on that backend take fused kernels.
-    pub fn fuse<B: Fused>(self, dtype: DType) -> bool {
-        self != Kernels::Local && B::fuses(dtype)
+    /// Whether an operation of `x` takes fused kernels.
+    pub fn fuse<B: Fused>(self, x: &FloatTensor<B>) -> bool {
+        self != Kernels::Local && B::fuses(&x.device(), x.dtype())
     }
 
     /// Whether tensors of that type on that device do.
     pub fn fuse_on(self, device: &Device, dtype: DType) -> bool {
-        let flex = *device == Device::flex() || *device == Device::flex().autodiff();
-        self != Kernels::Local && flex && Flex::fuses(dtype)
+        let fuses = match device.clone().inner().as_dispatch() {
+            DispatchDevice::Flex(device) => Flex::fuses(device, dtype),
+            #[cfg(any(feature = "cuda", feature = "wgpu", feature = "cpu"))]
+            DispatchDevice::Cube(device) => burn::backend::Cube::fuses(device, dtype),
+            _ => false,
+        };
+        self != Kernels::Local && fuses
     }
 }

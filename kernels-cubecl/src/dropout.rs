@@ -23,6 +23,13 @@ impl Keep {
         }
     }
 
+    /// The generator's key and stream, in halves; the bound, and the factor of what is kept.
+    #[cfg(feature = "cube")]
+    pub(crate) fn words(&self) -> ([u32; 2], [u32; 2], u32, f32) {
+        let (key, stream) = (random::halves(self.seed), random::halves(self.stream));
+        (key, stream, self.below, self.scale)
+    }
+
     /// The factors of the elements from `index` on.
     pub fn fill(&self, index: u64, factors: &mut [f32]) {
         random::for_each_word(self.seed, self.stream, index, factors.len(), |i, word| {

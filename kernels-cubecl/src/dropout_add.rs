@@ -32,7 +32,7 @@ pub(crate) fn forward<B: Fused>(
     keep: HiddenKeep,
     kernels: Kernels,
 ) -> FloatTensor<B> {
-    match kernels.fuse::<B>(x.dtype()) {
+    match kernels.fuse::<B>(&x) {
         true => B::fused_dropout_add(x, residual, &keep),
         false => reference::<B>(x, residual, keep),
     }

@@ -54,7 +54,7 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
             let dy = grads.consume::<B>(&ops.node);
             let [Some(node)] = ops.parents else { return };
             let (shape, dtype) = (table.shape(), table.dtype());
-            let gradient = match kernels.fuse::<B>(dtype) {
+            let gradient = match kernels.fuse::<B>(&dy) {
                 // Into what the table has got so far: an output layer that is tied to it comes first.
                 true => {
                     let sums = grads.remove::<B>(&table).unwrap_or_else(|| {
@@ -89,13 +89,15 @@ mod tests {
     #[test]
     fn a_row_that_is_taken_often_gets_every_gradient() {
         // In bf16 a running sum of ones would stop at 256.
-        let device = Device::flex().autodiff();
-        let all = [
-            (DType::F32, Kernels::Fused),
-            (DType::F32, Kernels::Local),
-            (DType::BF16, Kernels::Auto),
+        let mut all = vec![
+            (Device::flex(), Kernels::Fused, DType::F32),
+            (Device::flex(), Kernels::Local, DType::F32),
+            (Device::flex(), Kernels::Auto, DType::BF16),
         ];
-        for (dtype, kernels) in all {
+        let cube = crate::tests::cube_devices().into_iter();
+        all.extend(cube.map(|(device, kernels, dtype, _)| (device, kernels, dtype)));
+        for (device, kernels, dtype) in all {
+            let device = device.autodiff();
             let table = Tensor::<2>::ones([3, 2], (&device, dtype)).require_grad();
             let index = [vec![1; 1000], vec![2]].concat();
             let index = Tensor::from_data(&index[..], &device);

@@ -4,16 +4,17 @@ use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
 use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
+use crate::linear;
 use crate::rotary::{Heads, RotaryTable};
 use burn::backend::Backend;
-use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::tensor::{Device, FloatTensor, IntTensor};
 use burn::tensor::DType;
 
 /// Fused kernels of a backend, for the types that it says. Forwards return what their backwards need beside the
 /// input.
 pub trait Fused: Backend {
-    /// Whether it has kernels for tensors of that type; the others are called for no other.
-    fn fuses(dtype: DType) -> bool;
+    /// Whether it has kernels for tensors of that type on that device; the others are called for no other.
+    fn fuses(device: &Device<Self>, dtype: DType) -> bool;
 
     /// `x [.., h]` to the output and each row's mean and `1/√(variance + ε)`, `[rows, 2]`.
     fn fused_layer_norm(
@@ -102,12 +103,16 @@ pub trait Fused: Backend {
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         bias: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
+    ) -> FloatTensor<Self> {
+        linear::bias_reference::<Self>(x, weight, bias)
+    }
 
     /// `dyᵀ · x`, `[out, in]`, for `dy [.., out]` and `x [.., in]`.
-    fn fused_weight_gradient(dy: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self>;
+    fn fused_weight_gradient(dy: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
+        linear::weight_gradient_reference::<Self>(dy, x)
+    }
 
-    /// Adds rows `dy [n, h]` to the rows `index [n]` of `table`.
+    /// Adds rows `dy [n, h]` to the rows `index [n]` of `table`; in f32, and rounded once.
     fn fused_add_rows_at(
         table: FloatTensor<Self>,
         index: IntTensor<Self>,
@@ -126,5 +131,7 @@ pub trait Fused: Backend {
     ) -> HeadLoss<Self>;
 
     /// `factor · x`
-    fn fused_scaled(x: FloatTensor<Self>, factor: f32) -> FloatTensor<Self>;
+    fn fused_scaled(x: FloatTensor<Self>, factor: f32) -> FloatTensor<Self> {
+        Self::float_mul_scalar(x, factor.into())
+    }
 }

@@ -69,7 +69,7 @@ pub(crate) fn forward<B: Fused>(
     how: GeluApproximation,
     kernels: Kernels,
 ) -> FloatTensor<B> {
-    match kernels.fuse::<B>(x.dtype()) {
+    match kernels.fuse::<B>(&x) {
         true => B::fused_gelu(x, bias, how),
         false => {
             let dtype = x.dtype();
@@ -95,7 +95,7 @@ fn backward<B: Fused>(
     kernels: Kernels,
     dy: FloatTensor<B>,
 ) -> (FloatTensor<B>, Option<FloatTensor<B>>) {
-    if kernels.fuse::<B>(x.dtype()) {
+    if kernels.fuse::<B>(&x) {
         return B::fused_gelu_backward(x, bias, how, dy);
     }
     let dtype = dy.dtype();

@@ -22,13 +22,15 @@ pub struct HeadShard<'a> {
     pub d_losses: &'a [f32],
     /// Logits exist for so many tokens at a time; the same on all shards.
     pub tokens_at_once: usize,
-    /// Joins values with the other shards'.
-    pub reduce: &'a dyn Fn(&mut [f32], Reduce),
+    /// Joins values with the other shards', if there are any.
+    pub reduce: Option<&'a dyn Fn(&mut [f32], Reduce)>,
 }
 
 impl HeadShard<'_> {
     pub(crate) fn reduce(&self, values: &mut [f32], how: Reduce) {
-        (self.reduce)(values, how);
+        if let Some(reduce) = self.reduce {
+            reduce(values, how);
+        }
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) fn forward<B: Fused>(
     epsilon: f64,
     kernels: Kernels,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
-    if kernels.fuse::<B>(x.dtype()) {
+    if kernels.fuse::<B>(&x) {
         return B::fused_layer_norm(x, weight, bias, epsilon);
     }
     let (shape, dtype, h) = (x.shape(), x.dtype(), weight.shape()[0]);
@@ -62,7 +62,7 @@ fn backward<B: Fused>(
     dy: FloatTensor<B>,
     kernels: Kernels,
 ) -> [FloatTensor<B>; 3] {
-    if kernels.fuse::<B>(x.dtype()) {
+    if kernels.fuse::<B>(&x) {
         return B::fused_layer_norm_backward(x, stats, weight, dy);
     }
     let (shape, h, dtype) = (dy.shape(), weight.shape()[0], dy.dtype());

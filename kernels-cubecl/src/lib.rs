@@ -6,6 +6,8 @@
 //! [`Kernels`] says which runs.
 
 mod choice;
+#[cfg(feature = "cube")]
+mod cube;
 pub mod dropout;
 mod flex;
 mod fused;

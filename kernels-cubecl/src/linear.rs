@@ -53,9 +53,17 @@ pub(crate) fn bias_forward<B: Fused>(
     bias: FloatTensor<B>,
     kernels: Kernels,
 ) -> FloatTensor<B> {
-    if kernels.fuse::<B>(x.dtype()) {
-        return B::fused_linear(x, weight, bias);
+    match kernels.fuse::<B>(&x) {
+        true => B::fused_linear(x, weight, bias),
+        false => bias_reference::<B>(x, weight, bias),
     }
+}
+
+pub(crate) fn bias_reference<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    bias: FloatTensor<B>,
+) -> FloatTensor<B> {
     let y = forward::<B>(x, weight);
     let mut shape = vec![1; y.shape().num_dims() - 1];
     shape.push(bias.shape()[0]);
@@ -82,11 +90,18 @@ fn backward<B: Fused>(
         let dx = B::float_matmul(dy.clone(), weight);
         B::float_reshape(dx, shape)
     });
-    let d_weight = wanted[1].then(|| match kernels.fuse::<B>(dy.dtype()) {
+    let d_weight = wanted[1].then(|| match kernels.fuse::<B>(&dy) {
         true => B::fused_weight_gradient(dy, x),
-        false => B::float_matmul(B::float_transpose(dy), as_matrix::<B>(x)),
+        false => weight_gradient_reference::<B>(dy, x),
     });
     [dx, d_weight]
+}
+
+pub(crate) fn weight_gradient_reference<B: Backend>(
+    dy: FloatTensor<B>,
+    x: FloatTensor<B>,
+) -> FloatTensor<B> {
+    B::float_matmul(B::float_transpose(as_matrix::<B>(dy)), as_matrix::<B>(x))
 }
 
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
@@ -143,7 +158,7 @@ pub(crate) fn bias_autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
             let wanted = [0, 1].map(|i| ops.parents[i].is_some());
             let [to_x, to_weight, to_bias] = ops.parents;
             if let Some(node) = to_bias {
-                let d_bias = match kernels.fuse::<B>(dy.dtype()) {
+                let d_bias = match kernels.fuse::<B>(&dy) {
                     true => B::fused_column_sums(dy.clone()),
                     false => column_sums::<B>(dy.clone(), weight.dtype()),
                 };

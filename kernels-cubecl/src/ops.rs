@@ -11,7 +11,11 @@ use burn::backend::{Autodiff, Backend, Flex, backend_extension};
 
 /// One method for each operation: the functions of this crate call them. A backend runs an operation's forward;
 /// its decorator with autodiff records what the operation's file says.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(
+    Flex,
+    Cube: cfg(any(feature = "cuda", feature = "wgpu", feature = "cpu")),
+    Autodiff
+)]
 pub trait KernelOps: Backend {
     fn attention_op(
         qkv: FloatTensor<Self>,
@@ -83,99 +87,118 @@ pub trait KernelOps: Backend {
     fn swiglu_op(x: FloatTensor<Self>, kernels: Kernels) -> FloatTensor<Self>;
 }
 
-impl KernelOps for Flex {
-    fn attention_op(
-        qkv: FloatTensor<Self>,
-        options: AttentionOptions,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        attention::forward::<Self>(qkv, options, kernels).0
-    }
+/// Without autodiff.
+macro_rules! forwards {
+    ($backend:ty) => {
+        impl KernelOps for $backend {
+            fn attention_op(
+                qkv: FloatTensor<Self>,
+                options: AttentionOptions,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                attention::forward::<Self>(qkv, options, kernels).0
+            }
 
-    fn dropout_op(x: FloatTensor<Self>, keep: HiddenKeep, kernels: Kernels) -> FloatTensor<Self> {
-        dropout_add::forward::<Self>(x, None, keep, kernels)
-    }
+            fn dropout_op(
+                x: FloatTensor<Self>,
+                keep: HiddenKeep,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                dropout_add::forward::<Self>(x, None, keep, kernels)
+            }
 
-    fn dropout_add_op(
-        x: FloatTensor<Self>,
-        residual: FloatTensor<Self>,
-        keep: HiddenKeep,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        dropout_add::forward::<Self>(x, Some(residual), keep, kernels)
-    }
+            fn dropout_add_op(
+                x: FloatTensor<Self>,
+                residual: FloatTensor<Self>,
+                keep: HiddenKeep,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                dropout_add::forward::<Self>(x, Some(residual), keep, kernels)
+            }
 
-    fn embedding_rows(
-        table: FloatTensor<Self>,
-        index: IntTensor<Self>,
-        _: Kernels,
-    ) -> FloatTensor<Self> {
-        embedding::forward::<Self>(table, index)
-    }
+            fn embedding_rows(
+                table: FloatTensor<Self>,
+                index: IntTensor<Self>,
+                _: Kernels,
+            ) -> FloatTensor<Self> {
+                embedding::forward::<Self>(table, index)
+            }
 
-    fn gelu_op(
-        x: FloatTensor<Self>,
-        how: GeluApproximation,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        gelu::forward::<Self>(x, None, how, kernels)
-    }
+            fn gelu_op(
+                x: FloatTensor<Self>,
+                how: GeluApproximation,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                gelu::forward::<Self>(x, None, how, kernels)
+            }
 
-    fn bias_gelu_op(
-        x: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-        how: GeluApproximation,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        gelu::forward::<Self>(x, Some(bias), how, kernels)
-    }
+            fn bias_gelu_op(
+                x: FloatTensor<Self>,
+                bias: FloatTensor<Self>,
+                how: GeluApproximation,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                gelu::forward::<Self>(x, Some(bias), how, kernels)
+            }
 
-    fn layer_norm_op(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-        epsilon: f64,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        layer_norm::forward::<Self>(x, weight, bias, epsilon, kernels).0
-    }
+            fn layer_norm_op(
+                x: FloatTensor<Self>,
+                weight: FloatTensor<Self>,
+                bias: FloatTensor<Self>,
+                epsilon: f64,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                layer_norm::forward::<Self>(x, weight, bias, epsilon, kernels).0
+            }
 
-    fn linear_op(x: FloatTensor<Self>, weight: FloatTensor<Self>, _: Kernels) -> FloatTensor<Self> {
-        linear::forward::<Self>(x, weight)
-    }
+            fn linear_op(
+                x: FloatTensor<Self>,
+                weight: FloatTensor<Self>,
+                _: Kernels,
+            ) -> FloatTensor<Self> {
+                linear::forward::<Self>(x, weight)
+            }
 
-    fn linear_bias_op(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        linear::bias_forward::<Self>(x, weight, bias, kernels)
-    }
+            fn linear_bias_op(
+                x: FloatTensor<Self>,
+                weight: FloatTensor<Self>,
+                bias: FloatTensor<Self>,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                linear::bias_forward::<Self>(x, weight, bias, kernels)
+            }
 
-    fn rms_norm_op(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        epsilon: f64,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        rms_norm::forward::<Self>(x, weight, epsilon, kernels).0
-    }
+            fn rms_norm_op(
+                x: FloatTensor<Self>,
+                weight: FloatTensor<Self>,
+                epsilon: f64,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                rms_norm::forward::<Self>(x, weight, epsilon, kernels).0
+            }
 
-    fn rotary_op(
-        x: FloatTensor<Self>,
-        heads: Heads,
-        table: RotaryTable,
-        back: bool,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        rotary::forward::<Self>(x, heads, &table, back, kernels)
-    }
+            fn rotary_op(
+                x: FloatTensor<Self>,
+                heads: Heads,
+                table: RotaryTable,
+                back: bool,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                rotary::forward::<Self>(x, heads, &table, back, kernels)
+            }
 
-    fn swiglu_op(x: FloatTensor<Self>, kernels: Kernels) -> FloatTensor<Self> {
-        swiglu::forward::<Self>(x, kernels)
-    }
+            fn swiglu_op(x: FloatTensor<Self>, kernels: Kernels) -> FloatTensor<Self> {
+                swiglu::forward::<Self>(x, kernels)
+            }
+        }
+    };
 }
+
+forwards!(Flex);
+#[cfg(feature = "cube")]
+forwards!(burn_cubecl::CubeBackend);
+#[cfg(feature = "cube")]
+forwards!(burn::backend::fusion::Fusion<burn_cubecl::CubeBackend>);
 
 impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
     fn attention_op(

@@ -120,7 +120,7 @@ fn normal_block(seed: u64, stream: u64, block: u64) -> [f32; BLOCK] {
     [n0, n1, n2, n3]
 }
 
-fn halves(word: u64) -> [u32; 2] {
+pub(crate) fn halves(word: u64) -> [u32; 2] {
     [word as u32, (word >> 32) as u32]
 }
 

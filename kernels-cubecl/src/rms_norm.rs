@@ -31,7 +31,7 @@ pub(crate) fn forward<B: Fused>(
     epsilon: f64,
     kernels: Kernels,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
-    if kernels.fuse::<B>(x.dtype()) {
+    if kernels.fuse::<B>(&x) {
         return B::fused_rms_norm(x, weight, epsilon);
     }
     let (shape, dtype, h) = (x.shape(), x.dtype(), weight.shape()[0]);
@@ -54,7 +54,7 @@ fn backward<B: Fused>(
     dy: FloatTensor<B>,
     kernels: Kernels,
 ) -> [FloatTensor<B>; 2] {
-    if kernels.fuse::<B>(x.dtype()) {
+    if kernels.fuse::<B>(&x) {
         return B::fused_rms_norm_backward(x, scale, weight, dy);
     }
     let (shape, h, dtype) = (dy.shape(), weight.shape()[0], dy.dtype());

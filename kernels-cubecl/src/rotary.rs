@@ -21,6 +21,9 @@ struct Angles {
     sin: Vec<f32>,
     positions: usize,
     frequencies: usize,
+    /// Copies on devices, cosines and sines.
+    #[cfg(feature = "cube")]
+    copies: std::sync::Mutex<Vec<[burn_cubecl::tensor::CubeTensor; 2]>>,
 }
 
 impl RotaryTable {
@@ -33,6 +36,8 @@ impl RotaryTable {
             sin: angles.iter().map(|a| a.sin()).collect(),
             positions,
             frequencies: frequencies.len(),
+            #[cfg(feature = "cube")]
+            copies: Default::default(),
         }))
     }
 
@@ -41,6 +46,33 @@ impl RotaryTable {
         let n = self.0.frequencies;
         let here = position * n..(position + 1) * n;
         (&self.0.cos[here.clone()], &self.0.sin[here])
+    }
+
+    /// Cosines and sines on a device, `[positions, frequencies]` each: copied there once.
+    #[cfg(feature = "cube")]
+    pub(crate) fn on(
+        &self,
+        device: &burn_cubecl::CubeDevice,
+    ) -> [burn_cubecl::tensor::CubeTensor; 2] {
+        let mut copies = self.0.copies.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(there) = copies.iter().find(|copy| copy[0].device == *device) {
+            return there.clone();
+        }
+        let shape = [self.0.positions, self.0.frequencies];
+        let copy = [&self.0.cos, &self.0.sin].map(|values| {
+            let values = TensorData::new(values.clone(), shape);
+            <burn_cubecl::CubeBackend as burn::backend::ops::FloatTensorOps<_>>::float_from_data(
+                values, device,
+            )
+        });
+        copies.push(copy.clone());
+        copy
+    }
+
+    /// Angles of a position.
+    #[cfg(feature = "cube")]
+    pub(crate) fn frequencies(&self) -> usize {
+        self.0.frequencies
     }
 
     /// Positions that it covers.
@@ -93,7 +125,7 @@ pub(crate) fn forward<B: Fused>(
         table.positions(),
         "the rotary table is for another sequence length"
     );
-    match kernels.fuse::<B>(x.dtype()) {
+    match kernels.fuse::<B>(&x) {
         true => B::fused_rotary(x, heads, table, back),
         false => reference::<B>(x, heads, table, back),
     }

@@ -35,7 +35,7 @@ fn halves<B: Backend>(x: FloatTensor<B>) -> [FloatTensor<B>; 2] {
 }
 
 pub(crate) fn forward<B: Fused>(x: FloatTensor<B>, kernels: Kernels) -> FloatTensor<B> {
-    match kernels.fuse::<B>(x.dtype()) {
+    match kernels.fuse::<B>(&x) {
         true => B::fused_swiglu(x),
         false => reference::<B>(x),
     }
@@ -76,7 +76,7 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
             let (x, kernels) = ops.state;
             unary::<B, _>(ops.parents, ops.node, grads, |dy| {
-                match kernels.fuse::<B>(x.dtype()) {
+                match kernels.fuse::<B>(&x) {
                     true => B::fused_swiglu_backward(x, dy),
                     false => reference_backward::<B>(x, dy),
                 }

@@ -12,7 +12,8 @@ use crate::rms_norm::rms_norm;
 use crate::rotary::{Heads, RotaryTable, rotary_embedding};
 use crate::swiglu::swiglu;
 use crate::{Fused, Kernels, random};
-use burn::backend::Flex;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, Flex, try_read_sync};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_flex::FlexTensor;
 use std::sync::{Barrier, Mutex};
@@ -42,7 +43,17 @@ fn outcome(
     kernels: Kernels,
     dtype: DType,
 ) -> Vec<Vec<f64>> {
-    let device = Device::flex().autodiff();
+    outcome_on(Device::flex(), op, inputs, kernels, dtype)
+}
+
+fn outcome_on(
+    device: Device,
+    op: Op<'_>,
+    inputs: &[(Vec<f32>, [usize; 3])],
+    kernels: Kernels,
+    dtype: DType,
+) -> Vec<Vec<f64>> {
+    let device = device.autodiff();
     let tensor = |values: &[f32], shape: [usize; 3]| -> Tensor<3> {
         let data = TensorData::new(values.to_vec(), shape);
         let x: Tensor<3> = Tensor::from_data(data, (&device, DType::F32));
@@ -63,6 +74,22 @@ fn outcome(
     all
 }
 
+/// The devices with kernels in CubeCL that this build has, and what they are tested in.
+pub(crate) fn cube_devices() -> Vec<(Device, Kernels, DType, f64)> {
+    #[allow(unused_mut, reason = "by features")]
+    let mut all = Vec::new();
+    #[cfg(feature = "wgpu")]
+    for (dtype, bound) in [(DType::F32, 1e-5), (DType::F16, 4e-3)] {
+        let device = Device::wgpu(burn::tensor::DeviceKind::DefaultDevice);
+        all.push((device, Kernels::Fused, dtype, bound));
+    }
+    #[cfg(feature = "cpu")]
+    for (dtype, bound) in [(DType::F32, 1e-5), (DType::BF16, 3e-2)] {
+        all.push((Device::cpu(), Kernels::Fused, dtype, bound));
+    }
+    all
+}
+
 /// `‖got - want‖ / ‖want‖`
 fn distance(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
@@ -78,18 +105,28 @@ fn check(what: &str, shapes: &[[usize; 3]], op: Op<'_>) {
         .map(|(salt, shape)| (arbitrary(*shape, salt), *shape))
         .collect();
     let exact = outcome(op, &inputs, Kernels::Local, DType::F64);
-    for (kernels, dtype, bound) in [
-        (Kernels::Fused, DType::F32, 1e-5),
-        (Kernels::Local, DType::F32, 1e-5),
-        (Kernels::Auto, DType::BF16, 3e-2),
-    ] {
-        let got = outcome(op, &inputs, kernels, dtype);
+    let mut all = vec![
+        (Device::flex(), Kernels::Fused, DType::F32, 1e-5),
+        (Device::flex(), Kernels::Local, DType::F32, 1e-5),
+        (Device::flex(), Kernels::Auto, DType::BF16, 3e-2),
+    ];
+    all.extend(cube_devices());
+    for (device, kernels, dtype, bound) in all {
+        let got = outcome_on(device.clone(), op, &inputs, kernels, dtype);
+        if device != Device::flex() {
+            assert!(
+                kernels.fuse_on(&device, dtype),
+                "{device:?} has no kernels in {dtype:?}"
+            );
+            let again = outcome_on(device.clone(), op, &inputs, kernels, dtype);
+            assert_eq!(got, again, "{what}: another time, other bits");
+        }
         for (i, (got, want)) in got.iter().zip(&exact).enumerate() {
             let error = distance(got, want);
             let part = if i == 0 { "output" } else { "gradient" };
             assert!(
                 error < bound,
-                "{what} {shapes:?}, {kernels:?} in {dtype:?}: {part} {i} is {error:e} off"
+                "{what} {shapes:?} on {device:?}, {kernels:?} in {dtype:?}: {part} {i} is {error:e} off"
             );
         }
     }
@@ -287,9 +324,20 @@ fn host(x: FlexTensor) -> Vec<f64> {
     x.into_data().iter::<f64>().collect()
 }
 
+fn host_of<B: Backend>(x: FloatTensor<B>) -> Vec<f64> {
+    let data = try_read_sync(B::float_into_data(x)).expect("at once");
+    data.expect("values").iter::<f64>().collect()
+}
+
 /// Over two shards, the second with padding, and over one.
 #[test]
 fn head_losses() {
+    head_losses_on::<Flex>(&Default::default());
+    #[cfg(feature = "wgpu")]
+    head_losses_on::<burn::backend::Cube>(&burn_cubecl::CubeDevice::Wgpu(Default::default()));
+}
+
+fn head_losses_on<B: Fused<Device: Sync>>(device: &B::Device) {
     let (n, h, v, known) = (13, 6, 8, 11);
     let hidden = arbitrary([1, n, h], 1);
     let weight = arbitrary([1, 2 * v, h], 2);
@@ -319,7 +367,7 @@ fn head_losses() {
         }
     }
     let tensor = |values: &[f32], shape: [usize; 2]| {
-        FlexTensor::from_data(TensorData::new(values.to_vec(), shape))
+        B::float_from_data(TensorData::new(values.to_vec(), shape), device)
     };
     for tokens_at_once in [1, 5, 64] {
         let (slots, meet) = ([(); 2].map(|()| Mutex::new(Vec::new())), Barrier::new(2));
@@ -343,19 +391,19 @@ fn head_losses() {
                 known: known.saturating_sub(rows.start).min(v),
                 d_losses: &d_losses,
                 tokens_at_once,
-                reduce: &reduce,
+                reduce: Some(&reduce),
             };
             let weight = tensor(&weight[rows.start * h..rows.end * h], [v, h]);
-            Flex::fused_head_loss(tensor(&hidden, [n, h]), weight, &kernel, true)
+            B::fused_head_loss(tensor(&hidden, [n, h]), weight, &kernel, true)
         };
         let (first, second) = std::thread::scope(|scope| {
             let second = scope.spawn(|| run(1));
             (run(0), second.join().unwrap())
         });
         let [first, second] = [first, second].map(|loss| {
-            assert!(distance(&host(loss.losses), &losses) < 1e-6);
+            assert!(distance(&host_of::<B>(loss.losses), &losses) < 1e-6);
             let (dx, dw) = loss.gradients.expect("asked for");
-            (host(dx), host(dw))
+            (host_of::<B>(dx), host_of::<B>(dw))
         });
         // Each has the part of the hidden states' gradient that its rows give, and its rows' own.
         let sum: Vec<f64> = first.0.iter().zip(&second.0).map(|(a, b)| a + b).collect();
@@ -370,13 +418,13 @@ fn head_losses() {
             known,
             d_losses: &d_losses,
             tokens_at_once,
-            reduce: &|_, _| (),
+            reduce: None,
         };
         let weight = tensor(&weight, [2 * v, h]);
-        let loss = Flex::fused_head_loss(tensor(&hidden, [n, h]), weight, &kernel, true);
-        assert!(distance(&host(loss.losses), &losses) < 1e-6);
+        let loss = B::fused_head_loss(tensor(&hidden, [n, h]), weight, &kernel, true);
+        assert!(distance(&host_of::<B>(loss.losses), &losses) < 1e-6);
         let (got_x, got_w) = loss.gradients.expect("asked for");
-        assert!(distance(&host(got_x), &dx) < 1e-6);
-        assert!(distance(&host(got_w), &dw) < 1e-6);
+        assert!(distance(&host_of::<B>(got_x), &dx) < 1e-6);
+        assert!(distance(&host_of::<B>(got_w), &dw) < 1e-6);
     }
 }

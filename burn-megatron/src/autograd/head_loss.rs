@@ -92,7 +92,7 @@ pub(super) fn forward<B: Fused>(
         known: vocab_size.saturating_sub(rows.start).min(rows.len()),
         d_losses: d_losses.unwrap_or_default(),
         tokens_at_once: TOKENS_AT_ONCE,
-        reduce: &reduce,
+        reduce: (tp.size() > 1).then_some(&reduce as _),
     };
     B::fused_head_loss(hidden, weight, &kernel, d_losses.is_some())
 }

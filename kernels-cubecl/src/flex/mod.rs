@@ -19,11 +19,11 @@ use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
 use crate::rotary::{Heads, RotaryTable};
 use burn::tensor::{Bytes, DType, Shape};
-use burn_flex::{Flex, FlexTensor, Layout};
+use burn_flex::{Flex, FlexDevice, FlexTensor, Layout};
 use std::mem::MaybeUninit;
 
 impl Fused for Flex {
-    fn fuses(dtype: DType) -> bool {
+    fn fuses(_: &FlexDevice, dtype: DType) -> bool {
         dtype == DType::F32
     }
 

@@ -1,0 +1,790 @@
+//! Attention on tensor cores: heads of 64, 96 or 128 features in 16 bits. A plane's products of 16 rows are `mma`
+//! instructions; scores and probabilities stay in its registers.
+//!
+//! An accumulator `[16, 8]` has, in unit `l` of a plane, columns `2 (l % 4)` and the next of rows `l / 4` and
+//! `l / 4 + 8`. Two of them side by side are, as they lie, the left operand `[16, 16]` of the next product: so are
+//! probabilities multiplied with values, and in the backward, made `[keys, queries]`, with the queries' gradients.
+
+use super::super::dropout::{
+    HeadsGenerator, first_probability, heads_generator, pair_factors, probability_factor,
+};
+use super::super::elem;
+use super::{Call, Place, Sizes};
+use burn::tensor::DType;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::features::Plane;
+use cubecl::ir::features::MmaConfig;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::barrier::copy_async;
+use cubecl::prelude::*;
+
+/// How scores are cut into tiles: a cube of `planes` planes has `16 · strips` rows for each, and goes through the
+/// columns `columns` at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tile {
+    pub d: usize,
+    pub planes: usize,
+    pub strips: usize,
+    pub columns: usize,
+    pub dropout: bool,
+}
+
+/// Units of a plane: of the devices that have the instruction, all.
+const PLANE: usize = 32;
+/// Elements of a load, and of a register.
+const LOAD: usize = 8;
+const PAIR: usize = 2;
+
+impl Tile {
+    pub fn rows(self) -> usize {
+        self.planes * self.strips * 16
+    }
+
+    /// From one row in shared memory to the next, in loads: one more than a row has, so that eight rows lie in other
+    /// banks.
+    fn pitch(self) -> usize {
+        self.d / LOAD + 1
+    }
+
+    /// Accumulators across a tile of scores, and across a row of features.
+    fn across(self) -> usize {
+        self.columns / 8
+    }
+
+    fn features(self) -> usize {
+        self.d / 8
+    }
+
+    pub fn cube_dim(self) -> CubeDim {
+        CubeDim::new_2d(PLANE as u32, self.planes as u32)
+    }
+
+    pub fn forward(d: usize, dropout: bool) -> Self {
+        Tile {
+            d,
+            planes: 4,
+            strips: 2,
+            columns: if dropout || d > 64 { 32 } else { 64 },
+            dropout,
+        }
+    }
+
+    pub fn queries(d: usize, dropout: bool) -> Self {
+        Tile {
+            d,
+            planes: 4,
+            strips: 1,
+            columns: 64,
+            dropout,
+        }
+    }
+
+    pub fn keys(d: usize, dropout: bool) -> Self {
+        Tile {
+            d,
+            planes: 4,
+            strips: 1,
+            columns: if d > 64 { 32 } else { 64 },
+            dropout,
+        }
+    }
+}
+
+/// Whether a call's type, width and device have these kernels.
+pub fn serves(call: &Call<'_>) -> bool {
+    let kind = match call.qkv.dtype {
+        DType::BF16 => FloatKind::BF16,
+        DType::F16 => FloatKind::F16,
+        _ => return false,
+    };
+    let operand = ElemType::Float(kind);
+    let config = MmaConfig {
+        a_type: operand,
+        b_type: operand,
+        cd_type: ElemType::Float(FloatKind::F32),
+        m: 16,
+        n: 8,
+        k: 16,
+    };
+    let properties = call.qkv.client.properties();
+    let plane = properties.hardware.plane_size_min;
+    [64, 96, 128].contains(&call.d())
+        && plane as usize == PLANE
+        && plane == properties.hardware.plane_size_max
+        && properties.features.plane.contains(Plane::Ops)
+        && properties.features.matmul.mma.contains(&config)
+        && properties.features.matmul.ldmatrix.contains(&operand)
+        && properties.features.copy_async
+}
+
+/// Starts to copy rows `from..` of a head to shared memory. Beyond the sequence's end it copies the last row: what the
+/// causal mask hides must be finite.
+#[cube]
+fn load<F: Float, N: Size>(
+    x: &[Vector<F, N>],
+    place: &Place,
+    from: usize,
+    s: usize,
+    shared: &mut Shared<[Vector<F, N>]>,
+    #[comptime] rows: usize,
+    #[comptime] tile: Tile,
+) {
+    let loads = comptime!(tile.d / LOAD);
+    let units = comptime!(tile.planes * PLANE);
+    #[unroll]
+    for i in 0..comptime!((rows * loads).div_ceil(units)) {
+        let e = i * units + UNIT_POS as usize;
+        let row = e / loads;
+        let column = e % loads;
+        if comptime!((rows * loads) % units == 0) || row < rows {
+            let at = (place.start + min(from + row, s - 1) * place.stride) / LOAD + column;
+            let to = row * comptime!(tile.pitch()) + column;
+            copy_async(
+                &x[at..at + 1],
+                &mut shared[to..to + 1],
+                comptime!(LOAD as u32),
+            );
+        }
+    }
+    gpu_asm!("cp.async.commit_group;", options(explicit_mem));
+}
+
+/// Waits for all copies, of all units.
+#[cube]
+fn loaded() {
+    gpu_asm!("cp.async.wait_group 0;", options(explicit_mem));
+    sync_cube();
+}
+
+/// The left operand `[16, 16]`: rows `row..`, features `16 k..`.
+#[cube]
+fn left<F: Float, N: Size, P: Size>(
+    definition: &MmaDefinition<F, F, f32>,
+    shared: &Shared<[Vector<F, N>]>,
+    row: usize,
+    k: usize,
+    #[comptime] tile: Tile,
+) -> Array<Vector<F, P>> {
+    let lane = UNIT_POS_X as usize;
+    let at = (row + lane % 16) * comptime!(tile.pitch()) + 2 * k + lane / 16;
+    definition.load_matrix::<Vector<F, N>, P>(&shared[at..at + 1], MatrixIdent::A, 4usize, false)
+}
+
+/// Two right operands `[16 features, 8]` side by side, of a matrix whose rows are the product's columns.
+#[cube]
+fn right<F: Float, N: Size, P: Size>(
+    definition: &MmaDefinition<F, F, f32>,
+    shared: &Shared<[Vector<F, N>]>,
+    column: usize,
+    k: usize,
+    #[comptime] tile: Tile,
+) -> Array<Vector<F, P>> {
+    let lane = UNIT_POS_X as usize;
+    let row = column + lane / 16 * 8 + lane % 8;
+    let at = row * comptime!(tile.pitch()) + 2 * k + lane / 8 % 2;
+    definition.load_matrix::<Vector<F, N>, P>(&shared[at..at + 1], MatrixIdent::B, 4usize, false)
+}
+
+/// Two right operands `[16 rows, 8 features]` side by side, of a matrix whose columns are the product's.
+#[cube]
+fn right_turned<F: Float, N: Size, P: Size>(
+    definition: &MmaDefinition<F, F, f32>,
+    shared: &Shared<[Vector<F, N>]>,
+    row: usize,
+    features: usize,
+    #[comptime] tile: Tile,
+) -> Array<Vector<F, P>> {
+    let lane = UNIT_POS_X as usize;
+    let at = (row + lane % 16) * comptime!(tile.pitch()) + features + lane / 16;
+    definition.load_matrix::<Vector<F, N>, P>(&shared[at..at + 1], MatrixIdent::B, 4usize, true)
+}
+
+/// Adds a product to the accumulator that starts at `at`; `right` has two operands.
+#[cube]
+fn add_product<F: Float, P: Size>(
+    definition: &MmaDefinition<F, F, f32>,
+    left: &Array<Vector<F, P>>,
+    right: &Array<Vector<F, P>>,
+    #[comptime] which: usize,
+    sums: &mut Array<Vector<f32, P>>,
+    #[comptime] at: usize,
+) {
+    let mut operand = Array::<Vector<F, P>>::new(2usize);
+    operand[0] = right[comptime!(2 * which)];
+    operand[1] = right[comptime!(2 * which + 1)];
+    let mut sum = Array::<Vector<f32, P>>::new(2usize);
+    sum[0] = sums[at];
+    sum[1] = sums[comptime!(at + 1)];
+    let sum = definition.execute::<P, P, P>(left, &operand, &sum);
+    sums[at] = sum[0];
+    sums[comptime!(at + 1)] = sum[1];
+}
+
+#[cube]
+fn zeros<P: Size>(#[comptime] len: usize) -> Array<Vector<f32, P>> {
+    let mut values = Array::<Vector<f32, P>>::new(len);
+    #[unroll]
+    for i in 0..len {
+        values[i] = Vector::new(0.0f32);
+    }
+    values
+}
+
+/// The products of the plane's rows of `a` with `columns` rows of `b`: accumulators of a strip one after another.
+#[cube]
+fn scores<F: Float, N: Size, P: Size>(
+    definition: &MmaDefinition<F, F, f32>,
+    a: &Shared<[Vector<F, N>]>,
+    b: &Shared<[Vector<F, N>]>,
+    #[comptime] tile: Tile,
+) -> Array<Vector<f32, P>> {
+    let across = comptime!(tile.across());
+    let mut sums = zeros::<P>(comptime!(2 * tile.strips * across));
+    let first = UNIT_POS_Y as usize * comptime!(16 * tile.strips);
+    #[unroll]
+    for k in 0..comptime!(tile.d / 16) {
+        #[unroll]
+        for strip in 0..tile.strips {
+            let rows = left::<F, N, P>(definition, a, first + strip * 16, k, tile);
+            #[unroll]
+            for j in 0..comptime!(across / 2) {
+                let columns = right::<F, N, P>(definition, b, j * 16, k, tile);
+                #[unroll]
+                for which in 0..2usize {
+                    let at = comptime!(2 * (strip * across + 2 * j + which));
+                    add_product::<F, P>(definition, &rows, &columns, which, &mut sums, at);
+                }
+            }
+        }
+    }
+    sums
+}
+
+/// Adds the product of a tile, as accumulators `[rows, columns]`, with `columns` rows of `x` to `[rows, d]`.
+#[cube]
+fn accumulate<F: Float, N: Size, P: Size>(
+    definition: &MmaDefinition<F, F, f32>,
+    p: &Array<Vector<f32, P>>,
+    x: &Shared<[Vector<F, N>]>,
+    sums: &mut Array<Vector<f32, P>>,
+    #[comptime] tile: Tile,
+) {
+    let (across, features) = comptime!((tile.across(), tile.features()));
+    #[unroll]
+    for k in 0..comptime!(across / 2) {
+        #[unroll]
+        for j in 0..comptime!(features / 2) {
+            let columns = right_turned::<F, N, P>(definition, x, k * 16, j * 2, tile);
+            #[unroll]
+            for strip in 0..tile.strips {
+                let mut rows = Array::<Vector<F, P>>::new(4usize);
+                #[unroll]
+                for i in 0..4usize {
+                    rows[i] = Vector::cast_from(p[comptime!(2 * (strip * across + 2 * k) + i)]);
+                }
+                #[unroll]
+                for which in 0..2usize {
+                    let at = comptime!(2 * (strip * features + 2 * j + which));
+                    add_product::<F, P>(definition, &rows, &columns, which, sums, at);
+                }
+            }
+        }
+    }
+}
+
+/// The plane's row of an accumulator's half.
+#[cube]
+fn row_of(#[comptime] strip: usize, #[comptime] half: usize, #[comptime] tile: Tile) -> usize {
+    let first =
+        UNIT_POS_Y as usize * comptime!(16 * tile.strips) + comptime!(16 * strip + 8 * half);
+    first + UNIT_POS_X as usize / 4
+}
+
+/// The unit's first column of an accumulator.
+#[cube]
+fn column_of(#[comptime] across: usize) -> usize {
+    comptime!(8 * across) + UNIT_POS_X as usize % 4 * 2
+}
+
+/// Over the four units that share a row.
+#[cube]
+fn quad_max(value: f32) -> f32 {
+    let value = max(value, plane_shuffle_xor(value, 1u32));
+    max(value, plane_shuffle_xor(value, 2u32))
+}
+
+#[cube]
+fn quad_sum(value: f32) -> f32 {
+    let value = value + plane_shuffle_xor(value, 1u32);
+    value + plane_shuffle_xor(value, 2u32)
+}
+
+/// Writes the plane's rows of `[rows, d]`, times `factor`.
+#[cube]
+fn write<F: Float, P: Size>(
+    sums: &Array<Vector<f32, P>>,
+    factor: f32,
+    x: &mut [Vector<F, P>],
+    place: &Place,
+    from: usize,
+    s: usize,
+    #[comptime] tile: Tile,
+) {
+    let features = comptime!(tile.features());
+    #[unroll]
+    for strip in 0..tile.strips {
+        #[unroll]
+        for half in 0..2usize {
+            let row = from + row_of(strip, half, tile);
+            if row < s {
+                #[unroll]
+                for j in 0..features {
+                    let at = place.start + row * place.stride + column_of(j);
+                    let value = sums[comptime!(2 * (strip * features + j) + half)];
+                    x[at / PAIR] = Vector::cast_from(value * Vector::new(factor));
+                }
+            }
+        }
+    }
+}
+
+/// A cube takes a block of rows of a query head.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn tensor_forward<F: Float, N: Size, P: Size>(
+    qkv: &[Vector<F, N>],
+    out: &mut [Vector<F, P>],
+    lse: &mut [f32],
+    dropout: &HeadsGenerator,
+    sizes: &Sizes,
+    scale: f32,
+    #[comptime] tile: Tile,
+    #[define(F)] _dtype: ElemType,
+) {
+    let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let (across, features) = comptime!((tile.across(), tile.features()));
+    let s = sizes.s;
+    // The longest first.
+    let rows = comptime!(tile.rows());
+    let row = (s.div_ceil(rows) - 1 - CUBE_POS_X as usize) * rows;
+    let group = CUBE_POS_Y as usize / sizes.r;
+    let head = CUBE_POS_Y as usize % sizes.r;
+    let of_q = Place::packed(sizes, group, head, tile.d);
+    let of_k = Place::packed(sizes, group, sizes.r, tile.d);
+    let of_v = Place::packed(sizes, group, sizes.r + 1, tile.d);
+    let first = first_probability(dropout, group as u32, head as u32, sizes.r as u32, s as u32);
+
+    let mut q =
+        Shared::<[Vector<F, N>]>::new_aligned_slice(comptime!(tile.rows() * tile.pitch()), 16usize);
+    let mut k = Shared::<[Vector<F, N>]>::new_aligned_slice(
+        comptime!(tile.columns * tile.pitch()),
+        16usize,
+    );
+    let mut v = Shared::<[Vector<F, N>]>::new_aligned_slice(
+        comptime!(tile.columns * tile.pitch()),
+        16usize,
+    );
+    let mut sums = zeros::<P>(comptime!(2 * tile.strips * features));
+    // Of the unit's rows: the highest score, and the sum of exponentials less it.
+    let mut top = Array::<f32>::new(comptime!(2 * tile.strips));
+    let mut total = Array::<f32>::new(comptime!(2 * tile.strips));
+    #[unroll]
+    for i in 0..comptime!(2 * tile.strips) {
+        top[i] = f32::min_value();
+        total[i] = 0.0f32;
+    }
+    load::<F, N>(qkv, &of_q, row, s, &mut q, comptime!(tile.rows()), tile);
+    load::<F, N>(qkv, &of_k, 0usize, s, &mut k, tile.columns, tile);
+    let blocks = min(s, row + comptime!(tile.rows())).div_ceil(tile.columns);
+    for block in 0..blocks {
+        let key = block * tile.columns;
+        loaded();
+        // The values come while the scores are made, the next keys while the values are used.
+        load::<F, N>(qkv, &of_v, key, s, &mut v, tile.columns, tile);
+        let mut p = scores::<F, N, P>(&definition, &q, &k, tile);
+        #[unroll]
+        for strip in 0..tile.strips {
+            #[unroll]
+            for half in 0..2usize {
+                let of_row = comptime!(2 * strip + half);
+                let query = row + row_of(strip, half, tile);
+                if key + tile.columns > row + 1 {
+                    #[unroll]
+                    for j in 0..across {
+                        let at = comptime!(2 * (strip * across + j) + half);
+                        let column = key + column_of(j);
+                        let mut score = p[at];
+                        #[unroll]
+                        for i in 0..PAIR {
+                            let hidden = column + i > query;
+                            score.insert(i, select(hidden, f32::min_value(), score.extract(i)));
+                        }
+                        p[at] = score;
+                    }
+                }
+                let mut highest = top[of_row];
+                #[unroll]
+                for j in 0..across {
+                    let score = p[comptime!(2 * (strip * across + j) + half)];
+                    highest = max(highest, max(score.extract(0usize), score.extract(1usize)));
+                }
+                highest = quad_max(highest);
+                let less = ((top[of_row] - highest) * scale).exp();
+                top[of_row] = highest;
+                let shift = highest * scale;
+                let mut sum = 0.0f32;
+                #[unroll]
+                for j in 0..across {
+                    let at = comptime!(2 * (strip * across + j) + half);
+                    let value = (p[at] * Vector::new(scale) - Vector::new(shift)).exp();
+                    sum += value.extract(0usize) + value.extract(1usize);
+                    p[at] = value;
+                    if comptime!(tile.dropout) {
+                        let key = (key + column_of(j)) as u32;
+                        let kept = pair_factors::<P>(dropout, &first, query as u32, key, s as u32);
+                        p[at] = value * kept;
+                    }
+                }
+                total[of_row] = total[of_row] * less + sum;
+                #[unroll]
+                for j in 0..features {
+                    let at = comptime!(2 * (strip * features + j) + half);
+                    sums[at] = sums[at] * Vector::new(less);
+                }
+            }
+        }
+        loaded();
+        if block + 1 < blocks {
+            load::<F, N>(
+                qkv,
+                &of_k,
+                key + tile.columns,
+                s,
+                &mut k,
+                tile.columns,
+                tile,
+            );
+        }
+        accumulate::<F, N, P>(&definition, &p, &v, &mut sums, tile);
+    }
+    #[unroll]
+    for strip in 0..tile.strips {
+        #[unroll]
+        for half in 0..2usize {
+            let of_row = comptime!(2 * strip + half);
+            let sum = quad_sum(total[of_row]);
+            let each = 1.0f32 / sum;
+            #[unroll]
+            for j in 0..features {
+                let at = comptime!(2 * (strip * features + j) + half);
+                sums[at] = sums[at] * Vector::new(each);
+            }
+            let query = row + row_of(strip, half, tile);
+            if query < s && UNIT_POS_X % 4 == 0 {
+                lse[CUBE_POS_Y as usize * s + query] = top[of_row] * scale + sum.ln();
+            }
+        }
+    }
+    let place = Place::output(sizes, group, head, tile.d);
+    write::<F, P>(&sums, 1.0f32, out, &place, row, s, tile);
+}
+
+/// A cube takes a block of rows of a query head: the queries' gradients.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn tensor_backward_queries<F: Float, N: Size, P: Size>(
+    qkv: &[Vector<F, N>],
+    d_out: &[Vector<F, N>],
+    lse: &[f32],
+    delta: &[f32],
+    d_qkv: &mut [Vector<F, P>],
+    dropout: &HeadsGenerator,
+    sizes: &Sizes,
+    scale: f32,
+    #[comptime] tile: Tile,
+    #[define(F)] _dtype: ElemType,
+) {
+    let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let (across, features) = comptime!((tile.across(), tile.features()));
+    let s = sizes.s;
+    let rows = comptime!(tile.rows());
+    let row = (s.div_ceil(rows) - 1 - CUBE_POS_X as usize) * rows;
+    let group = CUBE_POS_Y as usize / sizes.r;
+    let head = CUBE_POS_Y as usize % sizes.r;
+    let of_q = Place::packed(sizes, group, head, tile.d);
+    let of_k = Place::packed(sizes, group, sizes.r, tile.d);
+    let of_v = Place::packed(sizes, group, sizes.r + 1, tile.d);
+    let of_dy = Place::output(sizes, group, head, tile.d);
+    let first = first_probability(dropout, group as u32, head as u32, sizes.r as u32, s as u32);
+
+    let mut q =
+        Shared::<[Vector<F, N>]>::new_aligned_slice(comptime!(tile.rows() * tile.pitch()), 16usize);
+    let mut dy =
+        Shared::<[Vector<F, N>]>::new_aligned_slice(comptime!(tile.rows() * tile.pitch()), 16usize);
+    let mut k = Shared::<[Vector<F, N>]>::new_aligned_slice(
+        comptime!(tile.columns * tile.pitch()),
+        16usize,
+    );
+    let mut v = Shared::<[Vector<F, N>]>::new_aligned_slice(
+        comptime!(tile.columns * tile.pitch()),
+        16usize,
+    );
+    let mut sums = zeros::<P>(comptime!(2 * tile.strips * features));
+    let mut log_sum = Array::<f32>::new(comptime!(2 * tile.strips));
+    let mut dot = Array::<f32>::new(comptime!(2 * tile.strips));
+    #[unroll]
+    for strip in 0..tile.strips {
+        #[unroll]
+        for half in 0..2usize {
+            let query = min(row + row_of(strip, half, tile), s - 1);
+            log_sum[comptime!(2 * strip + half)] = lse[CUBE_POS_Y as usize * s + query];
+            dot[comptime!(2 * strip + half)] = delta[CUBE_POS_Y as usize * s + query];
+        }
+    }
+    load::<F, N>(qkv, &of_q, row, s, &mut q, comptime!(tile.rows()), tile);
+    load::<F, N>(d_out, &of_dy, row, s, &mut dy, comptime!(tile.rows()), tile);
+    load::<F, N>(qkv, &of_k, 0usize, s, &mut k, tile.columns, tile);
+    load::<F, N>(qkv, &of_v, 0usize, s, &mut v, tile.columns, tile);
+    let blocks = min(s, row + comptime!(tile.rows())).div_ceil(tile.columns);
+    for block in 0..blocks {
+        let key = block * tile.columns;
+        loaded();
+        let p = scores::<F, N, P>(&definition, &q, &k, tile);
+        let mut ds = scores::<F, N, P>(&definition, &dy, &v, tile);
+        // No one needs the values any more: the next come while the rest is done.
+        sync_cube();
+        if block + 1 < blocks {
+            load::<F, N>(
+                qkv,
+                &of_v,
+                key + tile.columns,
+                s,
+                &mut v,
+                tile.columns,
+                tile,
+            );
+        }
+        #[unroll]
+        for strip in 0..tile.strips {
+            #[unroll]
+            for half in 0..2usize {
+                let of_row = comptime!(2 * strip + half);
+                let query = row + row_of(strip, half, tile);
+                #[unroll]
+                for j in 0..across {
+                    let at = comptime!(2 * (strip * across + j) + half);
+                    let column = key + column_of(j);
+                    let shift = Vector::new(log_sum[of_row]);
+                    let probability = (p[at] * Vector::new(scale) - shift).exp();
+                    let mut d = ds[at];
+                    if comptime!(tile.dropout) {
+                        let (query, key) = (query as u32, column as u32);
+                        d *= pair_factors::<P>(dropout, &first, query, key, s as u32);
+                    }
+                    d = probability * (d - Vector::new(dot[of_row]));
+                    #[unroll]
+                    for i in 0..PAIR {
+                        d.insert(i, select(column + i > query, 0.0f32, d.extract(i)));
+                    }
+                    ds[at] = d;
+                }
+            }
+        }
+        accumulate::<F, N, P>(&definition, &ds, &k, &mut sums, tile);
+        sync_cube();
+        if block + 1 < blocks {
+            load::<F, N>(
+                qkv,
+                &of_k,
+                key + tile.columns,
+                s,
+                &mut k,
+                tile.columns,
+                tile,
+            );
+        }
+    }
+    write::<F, P>(&sums, scale, d_qkv, &of_q, row, s, tile);
+}
+
+/// A cube takes a block of keys of a group: the keys' and values' gradients, of all query heads. Its tiles are
+/// `[keys, queries]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn tensor_backward_keys<F: Float, N: Size, P: Size>(
+    qkv: &[Vector<F, N>],
+    d_out: &[Vector<F, N>],
+    lse: &[f32],
+    delta: &[f32],
+    d_qkv: &mut [Vector<F, P>],
+    dropout: &HeadsGenerator,
+    sizes: &Sizes,
+    scale: f32,
+    #[comptime] tile: Tile,
+    #[define(F)] _dtype: ElemType,
+) {
+    let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
+    let (across, features) = comptime!((tile.across(), tile.features()));
+    let s = sizes.s;
+    let key = CUBE_POS_X as usize * comptime!(tile.rows());
+    let group = CUBE_POS_Y as usize;
+    let of_k = Place::packed(sizes, group, sizes.r, tile.d);
+    let of_v = Place::packed(sizes, group, sizes.r + 1, tile.d);
+
+    let mut k =
+        Shared::<[Vector<F, N>]>::new_aligned_slice(comptime!(tile.rows() * tile.pitch()), 16usize);
+    let mut v =
+        Shared::<[Vector<F, N>]>::new_aligned_slice(comptime!(tile.rows() * tile.pitch()), 16usize);
+    let mut q = Shared::<[Vector<F, N>]>::new_aligned_slice(
+        comptime!(tile.columns * tile.pitch()),
+        16usize,
+    );
+    let mut dy = Shared::<[Vector<F, N>]>::new_aligned_slice(
+        comptime!(tile.columns * tile.pitch()),
+        16usize,
+    );
+    let mut d_key = zeros::<P>(comptime!(2 * tile.strips * features));
+    let mut d_value = zeros::<P>(comptime!(2 * tile.strips * features));
+    load::<F, N>(qkv, &of_k, key, s, &mut k, comptime!(tile.rows()), tile);
+    load::<F, N>(qkv, &of_v, key, s, &mut v, comptime!(tile.rows()), tile);
+    for head in 0..sizes.r {
+        let of_q = Place::packed(sizes, group, head, tile.d);
+        let of_dy = Place::output(sizes, group, head, tile.d);
+        let of_head = (group * sizes.r + head) * s;
+        let first = first_probability(dropout, group as u32, head as u32, sizes.r as u32, s as u32);
+        for block in key / tile.columns..s.div_ceil(tile.columns) {
+            let row = block * tile.columns;
+            // Until all are done with those before.
+            sync_cube();
+            load::<F, N>(qkv, &of_q, row, s, &mut q, tile.columns, tile);
+            load::<F, N>(d_out, &of_dy, row, s, &mut dy, tile.columns, tile);
+            loaded();
+            let mut p = scores::<F, N, P>(&definition, &k, &q, tile);
+            let mut ds = scores::<F, N, P>(&definition, &v, &dy, tile);
+            #[unroll]
+            for j in 0..across {
+                let column = row + column_of(j);
+                let mut log_sum = Vector::<f32, P>::new(0.0f32);
+                let mut dot = Vector::<f32, P>::new(0.0f32);
+                #[unroll]
+                for i in 0..PAIR {
+                    let query = of_head + min(column + i, s - 1);
+                    log_sum.insert(i, lse[query]);
+                    dot.insert(i, delta[query]);
+                }
+                #[unroll]
+                for strip in 0..tile.strips {
+                    #[unroll]
+                    for half in 0..2usize {
+                        let at = comptime!(2 * (strip * across + j) + half);
+                        let of_key = key + row_of(strip, half, tile);
+                        let mut probability = (p[at] * Vector::new(scale) - log_sum).exp();
+                        #[unroll]
+                        for i in 0..PAIR {
+                            let hidden = of_key > column + i || column + i >= s;
+                            let value = select(hidden, 0.0f32, probability.extract(i));
+                            probability.insert(i, value);
+                        }
+                        let mut d = ds[at];
+                        p[at] = probability;
+                        if comptime!(tile.dropout) {
+                            let mut kept = Vector::<f32, P>::new(0.0f32);
+                            #[unroll]
+                            for i in 0..PAIR {
+                                let (query, key) = ((column + i) as u32, of_key as u32);
+                                let factor =
+                                    probability_factor(dropout, &first, query, key, s as u32);
+                                kept.insert(i, factor);
+                            }
+                            d *= kept;
+                            p[at] = probability * kept;
+                        }
+                        ds[at] = probability * (d - dot);
+                    }
+                }
+            }
+            accumulate::<F, N, P>(&definition, &p, &dy, &mut d_value, tile);
+            accumulate::<F, N, P>(&definition, &ds, &q, &mut d_key, tile);
+        }
+    }
+    write::<F, P>(&d_key, scale, d_qkv, &of_k, key, s, tile);
+    write::<F, P>(&d_value, 1.0f32, d_qkv, &of_v, key, s, tile);
+}
+
+pub fn forward(call: &Call<'_>, out: &CubeTensor, lse: &CubeTensor) {
+    let tile = Tile::forward(call.d(), call.options.dropout.is_some());
+    let blocks = call.s.div_ceil(tile.rows());
+    // SAFETY: cubes write the rows of their block and head that are within the sequence, and read no others.
+    unsafe {
+        tensor_forward::launch_unchecked(
+            &call.qkv.client,
+            CubeCount::Static(blocks as u32, call.heads() as u32, 1),
+            tile.cube_dim(),
+            call.addresses(),
+            LOAD,
+            PAIR,
+            call.qkv.clone().into_buffer_arg(),
+            out.clone().into_buffer_arg(),
+            lse.clone().into_buffer_arg(),
+            heads_generator(call.options.dropout.as_ref()),
+            call.sizes(),
+            call.scale(),
+            tile,
+            elem(&call.qkv),
+        );
+    }
+}
+
+pub fn backward(
+    call: &Call<'_>,
+    lse: &CubeTensor,
+    delta: &CubeTensor,
+    d_out: &CubeTensor,
+    d_qkv: &CubeTensor,
+) {
+    let dropout = call.options.dropout.is_some();
+    let (queries, keys) = (
+        Tile::queries(call.d(), dropout),
+        Tile::keys(call.d(), dropout),
+    );
+    let blocks = |tile: Tile| call.s.div_ceil(tile.rows()) as u32;
+    let generator = || heads_generator(call.options.dropout.as_ref());
+    // SAFETY: the one kernel writes the queries' gradients, the other the keys' and values', within the sequence;
+    // they read no positions but its.
+    unsafe {
+        tensor_backward_queries::launch_unchecked(
+            &call.qkv.client,
+            CubeCount::Static(blocks(queries), call.heads() as u32, 1),
+            queries.cube_dim(),
+            call.addresses(),
+            LOAD,
+            PAIR,
+            call.qkv.clone().into_buffer_arg(),
+            d_out.clone().into_buffer_arg(),
+            lse.clone().into_buffer_arg(),
+            delta.clone().into_buffer_arg(),
+            d_qkv.clone().into_buffer_arg(),
+            generator(),
+            call.sizes(),
+            call.scale(),
+            queries,
+            elem(&call.qkv),
+        );
+        tensor_backward_keys::launch_unchecked(
+            &call.qkv.client,
+            CubeCount::Static(blocks(keys), call.n as u32, 1),
+            keys.cube_dim(),
+            call.addresses(),
+            LOAD,
+            PAIR,
+            call.qkv.clone().into_buffer_arg(),
+            d_out.clone().into_buffer_arg(),
+            lse.clone().into_buffer_arg(),
+            delta.clone().into_buffer_arg(),
+            d_qkv.clone().into_buffer_arg(),
+            generator(),
+            call.sizes(),
+            call.scale(),
+            keys,
+            elem(&call.qkv),
+        );
+    }
+}

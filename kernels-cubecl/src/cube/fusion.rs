@@ -1,0 +1,125 @@
+//! The same kernels for tensors whose operations are gathered first and fused: what an operation needs is computed
+//! before it, and it runs at once.
+
+use crate::Fused;
+use crate::attention::AttentionOptions;
+use crate::dropout::HiddenKeep;
+use crate::gelu::GeluApproximation;
+use crate::head_loss::{HeadLoss, HeadShard};
+use crate::rotary::{Heads, RotaryTable};
+use burn::backend::TensorMetadata;
+use burn::backend::fusion::stream::StreamId;
+use burn::backend::fusion::{Fusion, NoOp, get_client};
+use burn::backend::ir::{BackendIr, InitOperationIr, OperationIr};
+use burn::tensor::DType;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+
+type B = CubeBackend;
+type Lazy = burn::backend::tensor::FloatTensor<Fusion<B>>;
+
+fn now(x: Lazy) -> CubeTensor {
+    x.client.clone().resolve_tensor_float::<B>(x)
+}
+
+fn lazy(x: CubeTensor) -> Lazy {
+    let client = get_client::<B>(&x.device);
+    let (shape, dtype) = (x.shape(), x.dtype);
+    let handle = B::float_tensor_handle(x);
+    let init = InitOperationIr::create(shape, dtype, || client.register_tensor_handle(handle));
+    let init = OperationIr::Init(init);
+    let mut made = client.register(StreamId::current(), init, NoOp::<B>::new());
+    made.swap_remove(0)
+}
+
+impl Fused for Fusion<CubeBackend> {
+    fn fuses(device: &CubeDevice, dtype: DType) -> bool {
+        B::fuses(device, dtype)
+    }
+
+    fn fused_layer_norm(x: Lazy, weight: Lazy, bias: Lazy, epsilon: f64) -> (Lazy, Lazy) {
+        let (y, stats) = B::fused_layer_norm(now(x), now(weight), now(bias), epsilon);
+        (lazy(y), lazy(stats))
+    }
+
+    fn fused_layer_norm_backward(x: Lazy, stats: Lazy, weight: Lazy, dy: Lazy) -> [Lazy; 3] {
+        B::fused_layer_norm_backward(now(x), now(stats), now(weight), now(dy)).map(lazy)
+    }
+
+    fn fused_rms_norm(x: Lazy, weight: Lazy, epsilon: f64) -> (Lazy, Lazy) {
+        let (y, scale) = B::fused_rms_norm(now(x), now(weight), epsilon);
+        (lazy(y), lazy(scale))
+    }
+
+    fn fused_rms_norm_backward(x: Lazy, scale: Lazy, weight: Lazy, dy: Lazy) -> [Lazy; 2] {
+        B::fused_rms_norm_backward(now(x), now(scale), now(weight), now(dy)).map(lazy)
+    }
+
+    fn fused_dropout_add(x: Lazy, residual: Option<Lazy>, keep: &HiddenKeep) -> Lazy {
+        lazy(B::fused_dropout_add(now(x), residual.map(now), keep))
+    }
+
+    fn fused_gelu(x: Lazy, bias: Option<Lazy>, how: GeluApproximation) -> Lazy {
+        lazy(B::fused_gelu(now(x), bias.map(now), how))
+    }
+
+    fn fused_gelu_backward(
+        x: Lazy,
+        bias: Option<Lazy>,
+        how: GeluApproximation,
+        dy: Lazy,
+    ) -> (Lazy, Option<Lazy>) {
+        let (dx, d_bias) = B::fused_gelu_backward(now(x), bias.map(now), how, now(dy));
+        (lazy(dx), d_bias.map(lazy))
+    }
+
+    fn fused_swiglu(x: Lazy) -> Lazy {
+        lazy(B::fused_swiglu(now(x)))
+    }
+
+    fn fused_swiglu_backward(x: Lazy, dy: Lazy) -> Lazy {
+        lazy(B::fused_swiglu_backward(now(x), now(dy)))
+    }
+
+    fn fused_rotary(x: Lazy, heads: Heads, table: &RotaryTable, back: bool) -> Lazy {
+        lazy(B::fused_rotary(now(x), heads, table, back))
+    }
+
+    fn fused_attention(qkv: Lazy, options: &AttentionOptions) -> (Lazy, Lazy) {
+        let (out, lse) = B::fused_attention(now(qkv), options);
+        (lazy(out), lazy(lse))
+    }
+
+    fn fused_attention_backward(
+        qkv: Lazy,
+        out: Lazy,
+        lse: Lazy,
+        options: &AttentionOptions,
+        d_out: Lazy,
+    ) -> Lazy {
+        let [qkv, out, lse, d_out] = [qkv, out, lse, d_out].map(now);
+        lazy(B::fused_attention_backward(qkv, out, lse, options, d_out))
+    }
+
+    fn fused_column_sums(x: Lazy) -> Lazy {
+        lazy(B::fused_column_sums(now(x)))
+    }
+
+    fn fused_add_rows_at(table: Lazy, index: Lazy, dy: Lazy) -> Lazy {
+        let index = index.client.clone().resolve_tensor_int::<B>(index);
+        lazy(B::fused_add_rows_at(now(table), index, now(dy)))
+    }
+
+    fn fused_head_loss(
+        hidden: Lazy,
+        weight: Lazy,
+        shard: &HeadShard<'_>,
+        gradients: bool,
+    ) -> HeadLoss<Self> {
+        let loss = B::fused_head_loss(now(hidden), now(weight), shard, gradients);
+        HeadLoss {
+            losses: lazy(loss.losses),
+            gradients: loss.gradients.map(|(x, w)| (lazy(x), lazy(w))),
+        }
+    }
+}
