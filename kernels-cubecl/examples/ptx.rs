@@ -3,14 +3,15 @@
 //! should use tensor cores and does not.
 //!
 //! `scripts/kernels_without_a_gpu.sh` provides the compilers and runs it. By hand:
-//! `ptx <ptxas> <include folders, separated by colons> [folder to write sources and PTX to]`, with `libnvrtc.so` on
-//! the loader's path.
+//! `ptx <ptxas> <include folders, separated by colons> <folder for sources and PTX> [part of the kernels' names]`, with
+//! `libnvrtc.so` on the loader's path.
 
 use burn_megatron_kernels::cube::catalog::{Architecture, Entry, kernels};
 use cudarc::nvrtc::result as nvrtc;
 use std::ffi::{CStr, CString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// Ampere and Hopper. (A kernel for `sm_90a` may use what later cards lack.)
 const ARCHITECTURES: [Architecture; 2] = [Architecture(80), Architecture(90)];
@@ -127,16 +128,14 @@ impl Compilers {
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [ptxas, includes, rest @ ..] = &arguments[..] else {
-        eprintln!("usage: ptx <ptxas> <include folders, separated by colons> [folder for sources]");
+    let [ptxas, includes, folder, rest @ ..] = &arguments[..] else {
+        eprintln!(
+            "usage: ptx <ptxas> <include folders, separated by colons> <folder> [part of a name]"
+        );
         return ExitCode::from(2);
     };
-    let folder = rest.first().map_or_else(
-        || std::env::temp_dir().join("burn-megatron-ptx"),
-        PathBuf::from,
-    );
-    if let Err(e) = std::fs::create_dir_all(&folder) {
-        eprintln!("{}: {e}", folder.display());
+    if let Err(e) = std::fs::create_dir_all(folder) {
+        eprintln!("{folder}: {e}");
         return ExitCode::from(2);
     }
     let includes = includes
@@ -145,27 +144,36 @@ fn main() -> ExitCode {
     let compilers = Compilers {
         ptxas: ptxas.into(),
         includes: includes.collect(),
-        folder,
+        folder: folder.into(),
     };
     println!(
         "{:<44} {:<7} {:>11} {:>9} {:>6} {:>7}",
         "kernel", "target", "registers", "shared, B", "spills", "tensor"
     );
-    let (mut passed, mut failed) = (0, 0);
-    for entry in kernels() {
-        for architecture in ARCHITECTURES {
-            match compilers.check(&entry, architecture) {
-                Ok((line, passes)) => {
+    let entries = kernels().into_iter();
+    let entries = entries.filter(|entry| rest.first().is_none_or(|part| entry.name.contains(part)));
+    let work: Vec<(Entry, Architecture)> = entries
+        .flat_map(|entry| ARCHITECTURES.map(|architecture| (entry.clone(), architecture)))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let failed = AtomicUsize::new(0);
+    // One kernel after another for each thread, and lines as they are done.
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some((entry, architecture)) = work.get(next.fetch_add(1, Relaxed)) {
+                    let name = format!("{} {}", entry.name, target(*architecture));
+                    let checked = compilers.check(entry, *architecture);
+                    let (line, passes) =
+                        checked.unwrap_or_else(|e| (format!("{name}: {e}"), false));
                     println!("{line}");
-                    *if passes { &mut passed } else { &mut failed } += 1;
+                    failed.fetch_add(usize::from(!passes), Relaxed);
                 }
-                Err(e) => {
-                    println!("{} {}: {e}", entry.name, target(architecture));
-                    failed += 1;
-                }
-            }
+            });
         }
-    }
-    println!("{passed} compiled, {failed} failed");
-    ExitCode::from(u8::from(failed > 0))
+    });
+    let failed = failed.into_inner();
+    println!("{} compiled, {failed} failed", work.len() - failed);
+    ExitCode::from(u8::from(failed > 0 || work.is_empty()))
 }

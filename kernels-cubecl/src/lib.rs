@@ -7,7 +7,7 @@
 
 mod choice;
 #[cfg(feature = "cube")]
-mod cube;
+pub mod cube;
 pub mod dropout;
 mod flex;
 mod fused;

@@ -288,3 +288,92 @@ pub fn swiglu_backward(x: CubeTensor, dy: CubeTensor) -> CubeTensor {
     }
     dx
 }
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::catalog::{Entry, TYPES, buffer as b, settings};
+    let strips = Strips::of(Units {
+        most: 1024,
+        planes: true,
+    });
+    for (name, dtype, load) in TYPES {
+        for (kind, tanh) in [("gelu_tanh", true), ("gelu_erf", false)] {
+            all.push(Entry::new(
+                format!("bias_{kind}_forward {name}"),
+                64,
+                move |t| {
+                    Box::new(gelu_forward::GeluForward::new(
+                        settings(CubeDim::new_1d(UNITS as u32)),
+                        t.device,
+                        t.properties,
+                        b(),
+                        b(),
+                        b(),
+                        (),
+                        (),
+                        load,
+                        true,
+                        tanh,
+                        dtype,
+                    ))
+                },
+            ));
+            let load = load.min(4);
+            all.push(Entry::new(
+                format!("bias_{kind}_backward {name}"),
+                96,
+                move |t| {
+                    Box::new(gelu_backward_strip::GeluBackwardStrip::new(
+                        settings(strips.cube_dim()),
+                        t.device,
+                        t.properties,
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        (),
+                        (),
+                        (),
+                        load,
+                        strips,
+                        true,
+                        tanh,
+                        dtype,
+                    ))
+                },
+            ));
+        }
+        all.push(Entry::new(format!("swiglu_forward {name}"), 64, move |t| {
+            Box::new(swiglu_forward::SwigluForward::new(
+                settings(CubeDim::new_1d(UNITS as u32)),
+                t.device,
+                t.properties,
+                b(),
+                b(),
+                (),
+                (),
+                load,
+                dtype,
+            ))
+        }));
+        all.push(Entry::new(
+            format!("swiglu_backward {name}"),
+            96,
+            move |t| {
+                Box::new(swiglu_backward_kernel::SwigluBackwardKernel::new(
+                    settings(CubeDim::new_1d(UNITS as u32)),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    b(),
+                    (),
+                    (),
+                    load,
+                    dtype,
+                ))
+            },
+        ));
+    }
+}

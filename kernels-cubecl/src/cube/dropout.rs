@@ -274,3 +274,57 @@ pub fn pair_factors<P: Size>(
     }
     kept
 }
+
+#[cfg(feature = "ptx")]
+impl HeadsGeneratorCompilationArg {
+    pub fn any() -> Self {
+        HeadsGeneratorCompilationArg {
+            generator: GeneratorCompilationArg::any(),
+            first_sample: (),
+            groups: (),
+            first_group: (),
+            heads: (),
+        }
+    }
+}
+
+#[cfg(feature = "ptx")]
+impl GeneratorCompilationArg {
+    fn any() -> Self {
+        GeneratorCompilationArg {
+            key_low: (),
+            key_high: (),
+            stream_low: (),
+            stream_high: (),
+            below: (),
+            scale: (),
+        }
+    }
+}
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::catalog::{Entry, TYPES, buffer as b, settings};
+    for (name, dtype, load) in TYPES {
+        all.push(Entry::new(format!("dropout_add {name}"), 64, move |t| {
+            Box::new(dropout_add_kernel::DropoutAddKernel::new(
+                settings(CubeDim::new_1d(256)),
+                t.device,
+                t.properties,
+                b(),
+                b(),
+                b(),
+                GeneratorCompilationArg::any(),
+                (),
+                (),
+                (),
+                (),
+                (),
+                (),
+                load,
+                true,
+                dtype,
+            ))
+        }));
+    }
+}

@@ -77,3 +77,28 @@ pub fn add_rows_at(table: CubeTensor, index: CubeTensor, dy: CubeTensor) -> Cube
     }
     table
 }
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::catalog::{Entry, TYPES, buffer as b, settings};
+    for (name, dtype, _) in TYPES {
+        all.push(Entry::new(
+            format!("embedding_backward {name}"),
+            64,
+            move |t| {
+                Box::new(add_rows::AddRows::new(
+                    settings(CubeDim::new_1d(256)),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    b(),
+                    (),
+                    (),
+                    256,
+                    dtype,
+                ))
+            },
+        ));
+    }
+}

@@ -245,3 +245,50 @@ fn d_logits(
     }
     logits
 }
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::catalog::{Entry, TYPES, buffer as b, settings};
+    for (name, dtype, _) in TYPES {
+        all.push(Entry::new(
+            format!("cross_entropy_forward {name}"),
+            64,
+            move |t| {
+                Box::new(logit_stats::LogitStats::new(
+                    settings(CubeDim::new_1d(1024)),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    b(),
+                    (),
+                    (),
+                    (),
+                    1024,
+                    true,
+                    dtype,
+                ))
+            },
+        ));
+        all.push(Entry::new(
+            format!("cross_entropy_backward {name}"),
+            64,
+            move |t| {
+                Box::new(logit_gradients::LogitGradients::new(
+                    settings(CubeDim::new_1d(1024)),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    (),
+                    (),
+                    (),
+                    1024,
+                    dtype,
+                ))
+            },
+        ));
+    }
+}

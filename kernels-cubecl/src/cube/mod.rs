@@ -13,6 +13,9 @@ mod norm;
 mod rotary;
 mod sum;
 
+#[cfg(feature = "ptx")]
+pub mod catalog;
+
 use crate::Fused;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;

@@ -315,3 +315,63 @@ pub fn rms_norm_backward(
     let (dx, sums) = backward(x, scale, weight, dy, false);
     [dx, reshaped(sums, [n])]
 }
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::catalog::{Entry, TYPES, buffer as b, settings};
+    const WIDTH: usize = 4096;
+    let units = Units {
+        most: 1024,
+        planes: true,
+    };
+    for (name, dtype, load) in TYPES {
+        for (kind, centred) in [("layer_norm", true), ("rms_norm", false)] {
+            let row = Row::new(units, WIDTH / load, centred);
+            all.push(Entry::new(format!("{kind}_forward {name}"), 64, move |t| {
+                let dim = settings(CubeDim::new_1d(row.units as u32));
+                let (device, properties) = (t.device, t.properties);
+                Box::new(norm_forward::NormForward::new(
+                    dim,
+                    device,
+                    properties,
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    (),
+                    (),
+                    load,
+                    row,
+                    dtype,
+                ))
+            }));
+            let load = load.min(4);
+            let row = Row::new(units, WIDTH / load, centred);
+            all.push(Entry::new(
+                format!("{kind}_backward {name}"),
+                128,
+                move |t| {
+                    let dim = settings(CubeDim::new_1d(row.units as u32));
+                    let (device, properties) = (t.device, t.properties);
+                    Box::new(norm_backward::NormBackward::new(
+                        dim,
+                        device,
+                        properties,
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        (),
+                        (),
+                        load,
+                        row,
+                        dtype,
+                    ))
+                },
+            ));
+        }
+    }
+}

@@ -67,3 +67,29 @@ pub fn rotary(x: CubeTensor, heads: Heads, table: &RotaryTable, back: bool) -> C
     }
     x
 }
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::catalog::{Entry, TYPES, buffer as b, settings};
+    for (name, dtype, load) in TYPES {
+        all.push(Entry::new(format!("rotary {name}"), 64, move |t| {
+            Box::new(turn::Turn::new(
+                settings(CubeDim::new_1d(256)),
+                t.device,
+                t.properties,
+                b(),
+                b(),
+                b(),
+                (),
+                (),
+                (),
+                (),
+                (),
+                (),
+                (),
+                load.min(4),
+                dtype,
+            ))
+        }));
+    }
+}

@@ -261,3 +261,46 @@ pub fn column_sums(x: CubeTensor) -> CubeTensor {
     let sums = finished(partials, dtype);
     super::reshaped(sums, [n])
 }
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::catalog::{Entry, TYPES, buffer as b, settings};
+    let strips = Strips::of(Units {
+        most: 1024,
+        planes: true,
+    });
+    for (name, dtype, load) in TYPES {
+        all.push(Entry::new(format!("column_sums {name}"), 64, move |t| {
+            Box::new(column_partials::ColumnPartials::new(
+                settings(strips.cube_dim()),
+                t.device,
+                t.properties,
+                b(),
+                b(),
+                (),
+                (),
+                (),
+                load.min(4),
+                strips,
+                dtype,
+            ))
+        }));
+        all.push(Entry::new(
+            format!("column_sums_second {name}"),
+            64,
+            move |t| {
+                Box::new(sum_partials::SumPartials::new(
+                    settings(strips.cube_dim()),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    (),
+                    (),
+                    strips,
+                    dtype,
+                ))
+            },
+        ));
+    }
+}

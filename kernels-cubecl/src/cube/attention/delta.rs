@@ -69,3 +69,31 @@ pub fn delta(call: &Call<'_>, out: &CubeTensor, d_out: &CubeTensor, delta: &Cube
         );
     }
 }
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::super::catalog::Entry>) {
+    use super::super::catalog::{Entry, TYPES, buffer as b, settings};
+    for (name, dtype, load) in TYPES {
+        all.push(Entry::new(
+            format!("attention_delta {name}"),
+            64,
+            move |t| {
+                Box::new(row_sums::RowSums::new(
+                    settings(CubeDim::new_1d(256)),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    b(),
+                    (),
+                    (),
+                    load,
+                    128 / load,
+                    16,
+                    256,
+                    dtype,
+                ))
+            },
+        ));
+    }
+}

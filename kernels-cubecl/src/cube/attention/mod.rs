@@ -125,3 +125,21 @@ pub fn backward(
     }
     d_qkv
 }
+
+#[cfg(feature = "ptx")]
+impl SizesCompilationArg {
+    fn any() -> Self {
+        SizesCompilationArg {
+            s: (),
+            n: (),
+            r: (),
+        }
+    }
+}
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    delta::catalog(all);
+    simple::catalog(all);
+    tensor::catalog(all);
+}

@@ -26,9 +26,12 @@ const STAGED: usize = 8;
 
 impl Tile {
     fn of(call: &Call<'_>) -> Self {
-        let dropout = call.options.dropout.is_some();
-        let d = call.d();
-        match Units::of(&call.qkv.client).most {
+        let units = Units::of(&call.qkv.client).most;
+        Tile::of_units(units, call.d(), call.options.dropout.is_some())
+    }
+
+    fn of_units(most: usize, d: usize, dropout: bool) -> Self {
+        match most {
             1..256 => Tile {
                 d,
                 rows: 8,
@@ -625,5 +628,80 @@ pub fn backward(
             tile,
             elem(&call.qkv),
         );
+    }
+}
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::super::catalog::Entry>) {
+    use super::super::catalog::{Entry, TYPES, buffer as b, settings};
+    use super::super::dropout::HeadsGeneratorCompilationArg;
+    use super::SizesCompilationArg;
+    let (name, dtype, _) = TYPES[2];
+    for d in [64, 128] {
+        let tile = Tile::of_units(256, d, false);
+        let kind = format!("d {d} {name}");
+        let dim = move || settings(tile.cube_dim());
+        let (heads, sizes) = (HeadsGeneratorCompilationArg::any, SizesCompilationArg::any);
+        all.push(Entry::new(
+            format!("simple_attention_forward {kind}"),
+            128,
+            move |t| {
+                Box::new(simple_forward::SimpleForward::new(
+                    dim(),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    b(),
+                    heads(),
+                    sizes(),
+                    (),
+                    tile,
+                    dtype,
+                ))
+            },
+        ));
+        all.push(Entry::new(
+            format!("simple_attention_d_queries {kind}"),
+            128,
+            move |t| {
+                Box::new(simple_backward_queries::SimpleBackwardQueries::new(
+                    dim(),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    heads(),
+                    sizes(),
+                    (),
+                    tile,
+                    dtype,
+                ))
+            },
+        ));
+        all.push(Entry::new(
+            format!("simple_attention_d_keys {kind}"),
+            128,
+            move |t| {
+                Box::new(simple_backward_keys::SimpleBackwardKeys::new(
+                    dim(),
+                    t.device,
+                    t.properties,
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    heads(),
+                    sizes(),
+                    (),
+                    tile,
+                    dtype,
+                ))
+            },
+        ));
     }
 }

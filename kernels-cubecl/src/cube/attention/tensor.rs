@@ -65,7 +65,7 @@ impl Tile {
             d,
             planes: 4,
             strips: 2,
-            columns: if dropout || d > 64 { 32 } else { 64 },
+            columns: if d > 64 { 32 } else { 64 },
             dropout,
         }
     }
@@ -242,7 +242,6 @@ fn scores<F: Float, N: Size, P: Size>(
     let across = comptime!(tile.across());
     let mut sums = zeros::<P>(comptime!(2 * tile.strips * across));
     let first = UNIT_POS_Y as usize * comptime!(16 * tile.strips);
-    #[unroll]
     for k in 0..comptime!(tile.d / 16) {
         #[unroll]
         for strip in 0..tile.strips {
@@ -786,5 +785,85 @@ pub fn backward(
             keys,
             elem(&call.qkv),
         );
+    }
+}
+
+#[cfg(feature = "ptx")]
+pub fn catalog(all: &mut Vec<super::super::catalog::Entry>) {
+    use super::super::catalog::{Entry, TYPES, buffer as b, settings};
+    use super::super::dropout::HeadsGeneratorCompilationArg;
+    use super::SizesCompilationArg;
+    for (name, dtype, _) in &TYPES[..2] {
+        for d in [64, 96, 128] {
+            for dropout in [false, true] {
+                let dtype = *dtype;
+                let kind = format!("d {d}{} {name}", if dropout { " dropout" } else { "" });
+                let (heads, sizes) = (HeadsGeneratorCompilationArg::any, SizesCompilationArg::any);
+                let tile = Tile::forward(d, dropout);
+                let forward = move |t: super::super::catalog::Target| -> Box<dyn CubeKernel> {
+                    Box::new(tensor_forward::TensorForward::new(
+                        settings(tile.cube_dim()),
+                        t.device,
+                        t.properties,
+                        b(),
+                        b(),
+                        b(),
+                        heads(),
+                        sizes(),
+                        (),
+                        LOAD,
+                        PAIR,
+                        tile,
+                        dtype,
+                    ))
+                };
+                let entry = Entry::new(format!("attention_forward {kind}"), 255, forward);
+                all.push(entry.on_tensor_cores());
+                let tile = Tile::queries(d, dropout);
+                let queries = move |t: super::super::catalog::Target| -> Box<dyn CubeKernel> {
+                    Box::new(tensor_backward_queries::TensorBackwardQueries::new(
+                        settings(tile.cube_dim()),
+                        t.device,
+                        t.properties,
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        heads(),
+                        sizes(),
+                        (),
+                        LOAD,
+                        PAIR,
+                        tile,
+                        dtype,
+                    ))
+                };
+                let entry = Entry::new(format!("attention_d_queries {kind}"), 255, queries);
+                all.push(entry.on_tensor_cores());
+                let tile = Tile::keys(d, dropout);
+                let keys = move |t: super::super::catalog::Target| -> Box<dyn CubeKernel> {
+                    Box::new(tensor_backward_keys::TensorBackwardKeys::new(
+                        settings(tile.cube_dim()),
+                        t.device,
+                        t.properties,
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        heads(),
+                        sizes(),
+                        (),
+                        LOAD,
+                        PAIR,
+                        tile,
+                        dtype,
+                    ))
+                };
+                let entry = Entry::new(format!("attention_d_keys {kind}"), 255, keys);
+                all.push(entry.on_tensor_cores());
+            }
+        }
     }
 }
