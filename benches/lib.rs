@@ -1,6 +1,6 @@
 //! What the benches share: the models they run, and how.
 
-use burn_megatron::Result;
+use burn_megatron::{RankDevice, Result};
 use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
 use burn_megatron::models::gpt::GptConfig;
@@ -45,9 +45,36 @@ pub const CASE_B: StepCase = StepCase {
     vocab_size: 8192,
 };
 
+/// GPT-2's smallest, for one card.
+pub const CASE_124M: StepCase = StepCase {
+    name: "L12 h768 a12 s1024 b16 v50304",
+    num_layers: 12,
+    hidden_size: 768,
+    num_attention_heads: 12,
+    seq_length: 1024,
+    micro_batch_size: 16,
+    vocab_size: 50304,
+};
+
+/// GPT-3's 1.3 B, for one large card.
+pub const CASE_1_3B: StepCase = StepCase {
+    name: "L24 h2048 a16 s2048 b4 v50304",
+    num_layers: 24,
+    hidden_size: 2048,
+    num_attention_heads: 16,
+    seq_length: 2048,
+    micro_batch_size: 4,
+    vocab_size: 50304,
+};
+
 impl StepCase {
-    /// The run's configuration on one rank.
+    /// The run's configuration on one rank, in f32 on the CPU.
     pub fn config(&self) -> ResolvedConfig {
+        self.config_on(RankDevice::Cpu, false)
+    }
+
+    /// On a device of a kind, and perhaps in bf16.
+    pub fn config_on(&self, device: RankDevice, bf16: bool) -> ResolvedConfig {
         let config = TrainConfig {
             model: GptConfig {
                 num_layers: self.num_layers,
@@ -57,6 +84,7 @@ impl StepCase {
             },
             parallel: ParallelConfig::default(),
             data_parallel: DataParallelConfig::default(),
+            device,
             batch: BatchConfig {
                 seq_length: self.seq_length,
                 micro_batch_size: self.micro_batch_size,
@@ -68,7 +96,10 @@ impl StepCase {
             train_iters: 1000,
             seed: 1,
             calculate_per_token_loss: true,
-            mixed_precision: MixedPrecisionConfig::default(),
+            mixed_precision: MixedPrecisionConfig {
+                bf16,
+                ..MixedPrecisionConfig::default()
+            },
             check_for_nan_in_loss_and_grad: true,
         };
         config.resolve().expect("the case is a legal configuration")

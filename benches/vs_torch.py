@@ -1,6 +1,7 @@
-"""Training steps of a GPT in PyTorch, f32 on the CPU: `vs_torch.py A|B STEPS eager|compile`.
+"""Training steps of a GPT in PyTorch: `vs_torch.py A|B|124M|1.3B STEPS eager|compile [cpu|cuda]`.
 
-The model, optimizer and clipping of benches/step; prints the same JSON line as the example step_time.
+The model, optimizer and clipping of benches/step, in f32 on the CPU, and on a card with activations in bf16; prints the
+same JSON line as the example step_time.
 """
 
 import json
@@ -15,6 +16,8 @@ from torch import nn
 CASES = {
     "A": dict(layers=6, hidden=384, heads=6, seq=256, batch=8, vocab=50304),
     "B": dict(layers=4, hidden=256, heads=4, seq=128, batch=8, vocab=8192),
+    "124M": dict(layers=12, hidden=768, heads=12, seq=1024, batch=16, vocab=50304),
+    "1.3B": dict(layers=24, hidden=2048, heads=16, seq=2048, batch=4, vocab=50304),
 }
 
 
@@ -55,16 +58,18 @@ class Gpt(nn.Module):
 
 def main():
     case, steps, mode = CASES[sys.argv[1]], int(sys.argv[2]), sys.argv[3]
+    device = sys.argv[4] if len(sys.argv) > 4 else "cpu"
     torch.manual_seed(1)
     batch, seq, vocab = case.pop("batch"), case["seq"], case["vocab"]
-    model = Gpt(**case)
+    model = Gpt(**case).to(device)
     run = torch.compile(model) if mode == "compile" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-    tokens = (torch.arange(batch * (seq + 1)) * 7919 % vocab).view(batch, seq + 1)
+    tokens = (torch.arange(batch * (seq + 1)) * 7919 % vocab).view(batch, seq + 1).to(device)
 
     def step():
         start = time.perf_counter()
-        loss = run(tokens[:, :-1], tokens[:, 1:])
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = run(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -75,6 +80,9 @@ def main():
     for _ in range(3 if mode == "compile" else 1):
         step()
     seconds = [step() for _ in range(steps)]
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() // 1_000_000
+        return print(json.dumps({"seconds": seconds, "peak_mb": peak}))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // 1_000_000
     print(json.dumps({"seconds": seconds, "peak_mb": peak}))
 

@@ -71,6 +71,41 @@ fn gpt_trains_as_megatron_does_at_every_layout() {
     }
 }
 
+/// On a device with a driver for Vulkan, Metal or DirectX, with its fused kernels.
+#[cfg(feature = "wgpu")]
+#[test]
+fn a_card_trains_as_megatron_does() {
+    let on_card = |run: Run| Run {
+        device: burn_megatron::RankDevice::Wgpu,
+        kernels: Kernels::Fused,
+        ..run
+    };
+    let want = json("gpt_trajectory.json");
+    for (tp, pp, v, dp) in [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1), (2, 1, 1, 2)] {
+        assert_run(on_card(Run::at(tp, dp).with_pipeline(pp, v)), &want);
+    }
+    let want = json("llama_trajectory.json");
+    for (tp, sequence_parallel) in [(1, false), (2, true)] {
+        let run = Run {
+            llama: true,
+            sequence_parallel,
+            ..Run::at(tp, 1)
+        };
+        assert_run(on_card(run), &want);
+    }
+    // The same elements are dropped there.
+    let dropping = Run {
+        dropout: 0.1,
+        ..Run::at(2, 1)
+    };
+    let (want, _) = dropping.train(|_, _| Ok(())).expect("eight steps");
+    let (got, _) = on_card(dropping).train(|_, _| Ok(())).expect("eight steps");
+    for (got, want) in got.iter().zip(&want) {
+        let difference = f64::from((got.lm_loss - want.lm_loss).abs());
+        assert!(difference <= 1e-5, "{got:?} is not {want:?}");
+    }
+}
+
 #[test]
 fn llama_trains_as_megatron_does_at_every_layout() {
     let want = json("llama_trajectory.json");

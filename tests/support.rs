@@ -4,7 +4,7 @@ pub mod sleeping;
 
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_megatron::grads::DataParallelConfig;
-use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks};
+use burn_megatron::launch::{DEFAULT_TIMEOUT, RankContext, run_ranks, run_ranks_on};
 use burn_megatron::layers::{Recompute, RecomputeGranularity};
 use burn_megatron::models::gpt::GptConfig;
 use burn_megatron::optim::{LrDecayStyle, MixedPrecisionConfig, OptimizerConfig};
@@ -14,7 +14,7 @@ use burn_megatron::topology::{ParallelConfig, PipelineSchedule};
 use burn_megatron::train::{
     BatchConfig, MicroBatch, ResolvedConfig, StepOutput, TrainConfig, Trainer,
 };
-use burn_megatron::{Kernels, Result};
+use burn_megatron::{Kernels, RankDevice, Result};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -80,6 +80,7 @@ pub struct Run {
     pub mixed_precision: MixedPrecisionConfig,
     pub grad_reduce_in_bf16: bool,
     pub kernels: Kernels,
+    pub device: RankDevice,
 }
 
 impl Run {
@@ -110,6 +111,7 @@ impl Run {
             mixed_precision: MixedPrecisionConfig::default(),
             grad_reduce_in_bf16: false,
             kernels: Kernels::default(),
+            device: RankDevice::default(),
         }
     }
 
@@ -200,6 +202,7 @@ impl Run {
                 overlap_param_gather: self.overlap.1,
                 grad_reduce_in_bf16: self.grad_reduce_in_bf16,
             },
+            device: self.device,
             batch: BatchConfig {
                 seq_length: 32,
                 micro_batch_size: self.micro_batch_size,
@@ -239,7 +242,8 @@ impl Run {
     ) -> Result<(Vec<StepOutput>, Vec<T>)> {
         let config = self.config();
         let batches = tensors(fixture("train_tokens.safetensors"));
-        let results = run_ranks(&config.layout().grid, DEFAULT_TIMEOUT, |rank| {
+        let grid = &config.layout().grid;
+        let results = run_ranks_on(self.device, grid, DEFAULT_TIMEOUT, |rank| {
             let weights = FullWeights::open(self.file("init.safetensors"))?;
             let mut trainer = Trainer::new(&config, rank, Some(&weights))?;
             let dp_rank = rank.groups.dp.comm.rank();

@@ -1,11 +1,14 @@
-//! Training steps of one of the cases of `benches/step`, timed one by one: what `vs_torch.sh` runs beside PyTorch.
+//! Training steps of one of the cases of `benches/step`, timed one by one: what `vs_torch.sh` and `gpu_check.sh` run
+//! beside PyTorch.
 //!
-//! `step_time A|B STEPS` prints a JSON line: the seconds of each step, and the process's peak memory.
+//! `step_time A|B|124M|1.3B STEPS [cpu|cuda|wgpu]` prints a JSON line: the seconds of each step, and the process's peak
+//! memory. On a card it computes in bf16, if the card does.
 
-use burn::tensor::Device;
+use burn::tensor::DType;
+use burn_megatron::RankDevice;
 use burn_megatron::launch::RankContext;
 use burn_megatron::train::Trainer;
-use megatron_benches::{CASE_A, CASE_B};
+use megatron_benches::{CASE_1_3B, CASE_124M, CASE_A, CASE_B};
 use std::time::Instant;
 
 fn main() {
@@ -14,11 +17,23 @@ fn main() {
     let case = match args.next().as_deref() {
         Some("A") => CASE_A,
         Some("B") => CASE_B,
-        _ => return eprintln!("usage: step_time A|B STEPS"),
+        Some("124M") => CASE_124M,
+        Some("1.3B") => CASE_1_3B,
+        _ => return eprintln!("usage: step_time A|B|124M|1.3B STEPS [cpu|cuda|wgpu]"),
     };
     let steps = args.next().and_then(|n| n.parse().ok()).unwrap_or(5);
-    let rank = RankContext::single(Device::flex());
-    let mut trainer = Trainer::new(&case.config(), &rank, None).expect("a trainer");
+    let device = match args.next().as_deref() {
+        Some("cuda") => RankDevice::Cuda,
+        Some("wgpu") => RankDevice::Wgpu,
+        _ => RankDevice::Cpu,
+    };
+    if let Some(violation) = device.violation() {
+        return eprintln!("{}", violation.rule);
+    }
+    let rank = RankContext::single(device.of_rank(0));
+    let bf16 = device != RankDevice::Cpu && rank.device.supports_dtype(DType::BF16);
+    let config = case.config_on(device, bf16);
+    let mut trainer = Trainer::new(&config, &rank, None).expect("a trainer");
     let batch = [case.microbatch()];
     // The first warms up.
     trainer.train_step(&batch).expect("a step");

@@ -1,5 +1,6 @@
 //! Starting ranks: one thread each, with its groups, its device and its share of the cores.
 
+use crate::RankDevice;
 use crate::comm::counted::{Accounts, Counted};
 use crate::comm::threads::ThreadWorld;
 use crate::comm::{CommRef, SingleRank};
@@ -108,9 +109,22 @@ pub fn run_ranks<T: Send>(
     timeout: Duration,
     f: impl Fn(&RankContext) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
+    run_ranks_on(RankDevice::Cpu, grid, timeout, f)
+}
+
+/// The same with the ranks' tensors on devices of that kind.
+///
+/// # Errors
+/// As [`run_ranks`].
+pub fn run_ranks_on<T: Send>(
+    device: RankDevice,
+    grid: &RankGrid,
+    timeout: Duration,
+    f: impl Fn(&RankContext) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
     let size = grid.world_size();
     let world = ThreadWorld::new(timeout);
-    let contexts = contexts(&world, grid);
+    let contexts = contexts(device, &world, grid);
     let cores = thread::available_parallelism().map_or(1, |n| n.get());
     let first = Mutex::new(None::<Error>);
     let fail = |rank: usize, error: Error| {
@@ -148,7 +162,7 @@ pub fn run_ranks<T: Send>(
 }
 
 /// Every rank's context: the groups of each axis, joined in one place.
-fn contexts(world: &Arc<ThreadWorld>, grid: &RankGrid) -> Vec<RankContext> {
+fn contexts(device: RankDevice, world: &Arc<ThreadWorld>, grid: &RankGrid) -> Vec<RankContext> {
     let (size, clock) = (grid.world_size(), Instant::now());
     let join = |name: &str, groups: Vec<Vec<usize>>| {
         let mut ends: Vec<Option<ProcessGroup>> = vec![None; size];
@@ -191,7 +205,7 @@ fn contexts(world: &Arc<ThreadWorld>, grid: &RankGrid) -> Vec<RankContext> {
     .map(|(rank, groups)| RankContext {
         rank,
         groups,
-        device: Device::flex().autodiff(),
+        device: device.of_rank(rank).autodiff(),
         clock,
         memory: MemoryAccount::new(),
     })

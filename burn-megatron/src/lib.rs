@@ -14,6 +14,7 @@ pub mod autograd;
 pub mod checkpoint;
 pub mod comm;
 pub mod data;
+mod device;
 pub mod dropout;
 mod error;
 pub mod grads;
@@ -30,6 +31,7 @@ pub mod topology;
 pub mod train;
 
 pub use burn_megatron_kernels::{Kernels, random};
+pub use device::RankDevice;
 pub use error::{Error, ErrorKind, Result, Violation};
 pub use memory::keep_freed_memory;
 pub use precision::Precision;

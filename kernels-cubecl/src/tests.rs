@@ -26,7 +26,7 @@ fn vector(x: &Tensor<3>) -> Tensor<1> {
     x.clone().reshape([n])
 }
 
-fn arbitrary(shape: [usize; 3], salt: u64) -> Vec<f32> {
+pub(crate) fn arbitrary(shape: [usize; 3], salt: u64) -> Vec<f32> {
     let mut values = vec![0f32; shape.iter().product()];
     random::fill_normal(salt, 7, 0, 1.0, &mut values);
     values
@@ -91,7 +91,7 @@ pub(crate) fn cube_devices() -> Vec<(Device, Kernels, DType, f64)> {
 }
 
 /// `‖got - want‖ / ‖want‖`
-fn distance(got: &[f64], want: &[f64]) -> f64 {
+pub(crate) fn distance(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
     let difference = norm(&mut got.iter().zip(want).map(|(a, b)| a - b));

@@ -2,6 +2,7 @@
 
 use super::{by_name, set, set_some};
 use crate::config::TrainingConfig;
+use burn_megatron::RankDevice;
 use burn_megatron::optim::{
     LrDecayStyle, MixedPrecisionConfig, OptimizerConfig, OptimizerKind, WeightDecayIncrStyle,
     WsdDecayStyle,
@@ -13,6 +14,11 @@ use std::path::PathBuf;
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Training")]
 pub struct TrainingArgs {
+    /// What the ranks compute on: cpu (the machine's cores, shared out), cuda (NVIDIA cards, one for each rank) or wgpu
+    /// (the best card with a driver for Vulkan, Metal or DirectX); the last two if the program was built with the
+    /// feature of that name [default: cpu]
+    #[arg(long, value_name = "NAME", value_parser = by_name::<RankDevice>)]
+    device: Option<RankDevice>,
     /// Tokens of a sample [default: 128]
     #[arg(long, value_name = "N")]
     seq_length: Option<usize>,
@@ -60,6 +66,7 @@ pub struct TrainingArgs {
 
 impl TrainingArgs {
     pub fn apply(&self, training: &mut TrainingConfig) {
+        set(&mut training.device, &self.device);
         set(&mut training.seq_length, &self.seq_length);
         set(&mut training.micro_batch_size, &self.micro_batch_size);
         set(&mut training.global_batch_size, &self.global_batch_size);

@@ -55,6 +55,7 @@ impl RunConfig {
             parallel: self.parallel.clone(),
             data_parallel: self.data_parallel,
             mixed_precision: self.mixed_precision,
+            device: training.device,
             batch: BatchConfig {
                 seq_length: training.seq_length,
                 micro_batch_size: training.micro_batch_size,

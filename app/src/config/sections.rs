@@ -1,5 +1,6 @@
 //! The sections that belong to the program; the others are the library's.
 
+use burn_megatron::RankDevice;
 use burn_megatron::checkpoint::Progress;
 use burn_megatron::launch::DEFAULT_TIMEOUT;
 use burn_megatron::train::{BatchSizes, RampupBatchSize};
@@ -10,6 +11,8 @@ use std::path::PathBuf;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainingConfig {
+    /// What the ranks compute on: cpu, cuda or wgpu.
+    pub device: RankDevice,
     /// Tokens of a sample.
     pub seq_length: usize,
     /// Samples of one forward and backward pass on one rank.
@@ -37,6 +40,7 @@ pub struct TrainingConfig {
 impl Default for TrainingConfig {
     fn default() -> Self {
         TrainingConfig {
+            device: RankDevice::default(),
             seq_length: 128,
             micro_batch_size: 1,
             global_batch_size: 8,

@@ -6,7 +6,7 @@ use super::plan::Plan;
 use crate::data::RunData;
 use crate::say::say;
 use crate::units::grouped;
-use burn_megatron::Precision;
+use burn_megatron::{Precision, RankDevice};
 use burn_megatron::optim::{LrDecayStyle, MixedPrecisionConfig};
 
 /// Prints the resolved configuration, compactly; the whole of it stands in the run's config.toml.
@@ -55,10 +55,13 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
     ];
     let fused = plan.resolved.fused_operations();
     let kernels = match fused.is_empty() {
-        true => "none fused: primitives of Burn's Flex backend".into(),
+        true => "none fused: primitives of Burn's backend".into(),
         false => format!("fused: {}", fused.join(", ")),
     };
     lines.insert(2, ("kernels", kernels));
+    if training.device != RankDevice::Cpu {
+        lines.insert(2, ("device", training.device.name().into()));
+    }
     if let Some(numbers) = numbers(&config.mixed_precision) {
         lines.insert(1, ("numbers", numbers));
     }

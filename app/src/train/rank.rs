@@ -8,7 +8,7 @@ use super::saving::{Outcome, Saving, Stop, stop_agreed};
 use crate::data::BatchSource;
 use crate::units::bytes;
 use burn::train::Interrupter;
-use burn_megatron::Result;
+use burn_megatron::{RankDevice, Result};
 use burn_megatron::checkpoint::Saved;
 use burn_megatron::comm::counted::{Account, Collective};
 use burn_megatron::launch::{ProcessGroup, ProcessGroups, RankContext};
@@ -201,7 +201,9 @@ impl Rank<'_> {
         let before = Communication::so_far(self.groups);
         for step in steps.clone() {
             let report = train_step(&mut self.trainer, batches)?;
-            if self.end.memory.is_empty() {
+            // What lies on a card, the allocator does not count.
+            let counted = self.plan.config.training.device == RankDevice::Cpu;
+            if counted && self.end.memory.is_empty() {
                 self.end.memory = self.trainer.memory_of_all()?.unwrap_or_default();
                 let (plan, memory) = (self.plan, self.end.memory.clone());
                 self.report(|feed| feed.remark(memory::table(plan, &memory)));

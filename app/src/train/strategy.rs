@@ -20,7 +20,7 @@ use burn::train::{
     TrainingStrategy, ValidLoader,
 };
 use burn_megatron::checkpoint::Saved;
-use burn_megatron::launch::run_ranks;
+use burn_megatron::launch::run_ranks_on;
 use burn_megatron::pipeline::{Schedule, Span};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -114,7 +114,8 @@ impl SupervisedLearningStrategy<Shim> for RankThreads {
             self.remarks.clone(),
         ));
         let grid = &self.plan.resolved.layout().grid;
-        let ends = run_ranks(grid, self.plan.timeout(), |rank| {
+        let device = self.plan.config.training.device;
+        let ends = run_ranks_on(device, grid, self.plan.timeout(), |rank| {
             let mut feed = (rank.rank == 0).then(|| lock(&feed));
             rank::run(&self.plan, rank, &interrupter, feed.as_deref_mut())
         });

@@ -46,7 +46,7 @@ use burn_megatron_kernels::Fused;
 ///
 /// The default bodies are made of backend primitives; the `Autodiff` implementations delegate to
 /// the file of each operation, where its backward stands.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, Cube: cfg(any(feature = "cuda", feature = "wgpu")), Autodiff)]
 pub trait ParallelOps: Backend {
     /// Runs the pair's forward collective on `x`; under autodiff its conjugate runs on the gradient.
     fn collective(x: FloatTensor<Self>, pair: CollectivePair) -> FloatTensor<Self> {
@@ -99,15 +99,24 @@ pub trait ParallelOps: Backend {
     }
 }
 
-impl ParallelOps for Flex {
-    fn head_loss(
-        hidden: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        shard: HeadLossShard,
-    ) -> FloatTensor<Self> {
-        head_loss::forward::<Self>(hidden, weight, &shard, None).losses
-    }
+/// Without autodiff.
+macro_rules! forwards {
+    ($backend:ty) => {
+        impl ParallelOps for $backend {
+            fn head_loss(
+                hidden: FloatTensor<Self>,
+                weight: FloatTensor<Self>,
+                shard: HeadLossShard,
+            ) -> FloatTensor<Self> {
+                head_loss::forward::<Self>(hidden, weight, &shard, None).losses
+            }
+        }
+    };
 }
+
+forwards!(Flex);
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+forwards!(burn::backend::Cube);
 
 impl<B: ParallelOps + Fused, C: CheckpointStrategy> ParallelOps for Autodiff<B, C>
 where

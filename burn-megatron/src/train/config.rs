@@ -1,7 +1,7 @@
 //! What a run is made of, validated as a whole.
 
+use crate::{Kernels, RankDevice};
 use super::{BatchSizes, RampupBatchSize, RankMemory, StepVolumes};
-use crate::Kernels;
 use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{Buckets, DataParallelConfig};
 use crate::launch::ProcessGroups;
@@ -13,7 +13,6 @@ use crate::topology::{
     BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, PipelineShape,
     batch_violation, validate,
 };
-use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
 /// How much data a step takes, under the names of Megatron's flags.
@@ -54,6 +53,8 @@ pub struct TrainConfig {
     pub parallel: ParallelConfig,
     pub data_parallel: DataParallelConfig,
     pub mixed_precision: MixedPrecisionConfig,
+    /// What the ranks compute on.
+    pub device: RankDevice,
     pub batch: BatchConfig,
     /// Smaller global batches at the start.
     pub rampup_batch_size: Option<RampupBatchSize>,
@@ -70,6 +71,12 @@ pub struct TrainConfig {
 }
 
 impl TrainConfig {
+    /// Whether its operations are fused on its device.
+    fn fuses(&self) -> bool {
+        let (kernels, precision) = (self.model.transformer_impl, self.mixed_precision.precision());
+        kernels.fuse_on(&self.device.of_rank(0), precision.dtype())
+    }
+
     /// Validates everything at once.
     ///
     /// # Errors
@@ -87,14 +94,16 @@ impl TrainConfig {
         violations.extend(self.mixed_precision.violations());
         let precision = self.mixed_precision.precision();
         violations.extend(self.data_parallel.violations(precision));
-        let kernels = self.model.transformer_impl;
-        if kernels == Kernels::Fused && !kernels.fuse_on(&Device::flex(), precision.dtype()) {
+        let device = self.device.violation();
+        if device.is_none() && self.model.transformer_impl == Kernels::Fused && !self.fuses() {
             let rule = format!(
-                "transformer_impl is fused, but there are no fused kernels for {} on the CPU",
-                precision.name()
+                "transformer_impl is fused, but there are no fused kernels for {} on device {}",
+                precision.name(),
+                self.device.name()
             );
             violations.push(Violation::new(rule, ["auto", "local"]));
         }
+        violations.extend(device);
         let layout = violations_of(self.layout(), &mut violations)?;
         let schedule = LrSchedule::new(
             &self.optimizer.schedule(),
@@ -248,11 +257,9 @@ impl ResolvedConfig {
             .sum()
     }
 
-    /// Whether its operations are fused, on the CPU where ranks are threads.
+    /// Whether its operations are fused.
     pub fn fuses(&self) -> bool {
-        let precision = self.config.mixed_precision.precision();
-        let kernels = self.config.model.transformer_impl;
-        kernels.fuse_on(&Device::flex(), precision.dtype())
+        self.config.fuses()
     }
 
     /// The operations that run fused.

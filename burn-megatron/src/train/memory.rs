@@ -282,6 +282,7 @@ mod tests {
                 sequence_parallel,
                 ..ParallelConfig::default()
             },
+            device: Default::default(),
             batch: BatchConfig {
                 seq_length: S as usize,
                 micro_batch_size: B as usize,

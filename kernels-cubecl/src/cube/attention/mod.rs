@@ -6,6 +6,8 @@
 //! is seven products in the place of five.
 
 mod delta;
+#[cfg(all(test, feature = "ptx"))]
+mod emulated;
 mod simple;
 mod tensor;
 
