@@ -1,6 +1,5 @@
 //! What the benches share: the models they run, and how.
 
-use burn_megatron::{RankDevice, Result};
 use burn_megatron::grads::DataParallelConfig;
 use burn_megatron::launch::{DEFAULT_TIMEOUT, run_ranks};
 use burn_megatron::models::gpt::GptConfig;
@@ -9,6 +8,7 @@ use burn_megatron::topology::ParallelConfig;
 use burn_megatron::train::{
     BatchConfig, MeasuredMemory, MicroBatch, ResolvedConfig, TrainConfig, Trainer,
 };
+use burn_megatron::{RankDevice, Result};
 use std::time::{Duration, Instant};
 
 /// A model and batch of the step bench.

@@ -74,7 +74,9 @@ fn missing_cuda_library() -> Option<Violation> {
     ];
     let missing = |names: &[&str; 2]| {
         // SAFETY: these libraries may be loaded by any program; this one will use them.
-        let found = names.iter().any(|name| unsafe { libloading::Library::new(name) }.is_ok());
+        let found = names
+            .iter()
+            .any(|name| unsafe { libloading::Library::new(name) }.is_ok());
         !found
     };
     let (whose, names) = all.into_iter().find(|(_, names)| missing(names))?;

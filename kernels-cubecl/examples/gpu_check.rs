@@ -86,7 +86,9 @@ impl Card {
             least.operations / time / 1e12,
             part * 100.0
         );
-        eprintln!("{{\"kernel\": \"{name}\", \"seconds\": {time:e}, \"part\": {part:.4}, \"bound\": \"{bound}\"}}");
+        eprintln!(
+            "{{\"kernel\": \"{name}\", \"seconds\": {time:e}, \"part\": {part:.4}, \"bound\": \"{bound}\"}}"
+        );
     }
 
     /// An operation's output and gradients in f64 on the CPU and fused on the card.
@@ -114,13 +116,18 @@ impl Card {
             let gradients = weighted.sum().backward();
             let host = |x: Tensor<3>| x.into_data().iter::<f64>().collect::<Vec<_>>();
             let mut all = vec![host(y.inner())];
-            all.extend(inputs.iter().filter_map(|x| Some(host(x.grad(&gradients)?))));
+            all.extend(
+                inputs
+                    .iter()
+                    .filter_map(|x| Some(host(x.grad(&gradients)?))),
+            );
             all
         };
         let want = run(Device::flex(), DType::F64, Kernels::Local);
         let got = run(Device::new(self.device.clone()), self.dtype, Kernels::Fused);
         let bound = if self.dtype == DType::F32 { 1e-5 } else { 1e-2 };
-        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+        let norm =
+            |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
         let errors = got.iter().zip(&want).map(|(got, want)| {
             let difference = norm(&mut got.iter().zip(want).map(|(a, b)| a - b));
             difference / norm(&mut want.iter().copied())
@@ -158,14 +165,23 @@ fn check(card: &mut Card) {
         layer_norm(x[0].clone(), vector(&x[1]), vector(&x[2]), 1e-5, kernels)
     });
     card.compare("bias_gelu", &[shape, of_row], |x, kernels| {
-        bias_gelu(x[0].clone(), vector(&x[1]), GeluApproximation::Tanh, kernels)
+        bias_gelu(
+            x[0].clone(),
+            vector(&x[1]),
+            GeluApproximation::Tanh,
+            kernels,
+        )
     });
-    card.compare("swiglu", &[shape], |x, kernels| swiglu(x[0].clone(), kernels));
+    card.compare("swiglu", &[shape], |x, kernels| {
+        swiglu(x[0].clone(), kernels)
+    });
     for (d, r) in [(64, 1), (64, 3), (96, 1), (128, 2)] {
         let options = attention(r, d);
-        card.compare(&format!("attention d {d} r {r}"), &[[200, 2, (r + 2) * d]], |x, kernels| {
-            causal_attention(x[0].clone(), options, kernels)
-        });
+        card.compare(
+            &format!("attention d {d} r {r}"),
+            &[[200, 2, (r + 2) * d]],
+            |x, kernels| causal_attention(x[0].clone(), options, kernels),
+        );
     }
 }
 
@@ -181,27 +197,49 @@ fn measure(card: &Card, small: bool) {
     let dy = card.tensor(&[s, b, h], 2);
     let (weight, bias) = (card.tensor(&[h], 3), card.tensor(&[h], 4));
     card.measure("layer_norm forward", passes(2.0), || {
-        drop(B::fused_layer_norm(x.clone(), weight.clone(), bias.clone(), 1e-5));
+        drop(B::fused_layer_norm(
+            x.clone(),
+            weight.clone(),
+            bias.clone(),
+            1e-5,
+        ));
     });
     let (_, stats) = B::fused_layer_norm(x.clone(), weight.clone(), bias.clone(), 1e-5);
     card.measure("layer_norm backward", passes(3.0), || {
-        drop(B::fused_layer_norm_backward(x.clone(), stats.clone(), weight.clone(), dy.clone()));
+        drop(B::fused_layer_norm_backward(
+            x.clone(),
+            stats.clone(),
+            weight.clone(),
+            dy.clone(),
+        ));
     });
     card.measure("rms_norm forward", passes(2.0), || {
         drop(B::fused_rms_norm(x.clone(), weight.clone(), 1e-5));
     });
     let (_, scale) = B::fused_rms_norm(x.clone(), weight.clone(), 1e-5);
     card.measure("rms_norm backward", passes(3.0), || {
-        drop(B::fused_rms_norm_backward(x.clone(), scale.clone(), weight.clone(), dy.clone()));
+        drop(B::fused_rms_norm_backward(
+            x.clone(),
+            scale.clone(),
+            weight.clone(),
+            dy.clone(),
+        ));
     });
     let how = GeluApproximation::Tanh;
     card.measure("bias_gelu forward", passes(2.0), || {
         drop(B::fused_gelu(x.clone(), Some(bias.clone()), how));
     });
     card.measure("bias_gelu backward", passes(3.0), || {
-        drop(B::fused_gelu_backward(x.clone(), Some(bias.clone()), how, dy.clone()));
+        drop(B::fused_gelu_backward(
+            x.clone(),
+            Some(bias.clone()),
+            how,
+            dy.clone(),
+        ));
     });
-    card.measure("swiglu forward", passes(1.5), || drop(B::fused_swiglu(x.clone())));
+    card.measure("swiglu forward", passes(1.5), || {
+        drop(B::fused_swiglu(x.clone()))
+    });
     let half = card.tensor(&[s, b, h / 2], 5);
     card.measure("swiglu backward", passes(2.5), || {
         drop(B::fused_swiglu_backward(x.clone(), half.clone()));
@@ -223,11 +261,20 @@ fn measure(card: &Card, small: bool) {
     };
     let mut turned = Some(x.copy());
     card.measure("rotary in place", passes(2.0), || {
-        turned = turned.take().map(|x| B::fused_rotary(x, heads, &table, false));
+        turned = turned
+            .take()
+            .map(|x| B::fused_rotary(x, heads, &table, false));
     });
     // A vocabulary of GPT-2's size; the two products are the matrix library's.
-    let (tokens, vocab, hidden) = if small { (64, 512, 64) } else { (8192, 50304, 1024) };
-    let (states, words) = (card.tensor(&[tokens, hidden], 6), card.tensor(&[vocab, hidden], 7));
+    let (tokens, vocab, hidden) = if small {
+        (64, 512, 64)
+    } else {
+        (8192, 50304, 1024)
+    };
+    let (states, words) = (
+        card.tensor(&[tokens, hidden], 6),
+        card.tensor(&[vocab, hidden], 7),
+    );
     let targets: Vec<Option<usize>> = (0..tokens).map(|i| Some(i * 7919 % vocab)).collect();
     let d_losses = vec![1.0 / tokens as f32; tokens];
     let shard = HeadShard {
@@ -242,7 +289,12 @@ fn measure(card: &Card, small: bool) {
         operations: 6.0 * (tokens * vocab * hidden) as f64,
     };
     card.measure("output layer and loss", least, || {
-        drop(B::fused_head_loss(states.clone(), words.clone(), &shard, true));
+        drop(B::fused_head_loss(
+            states.clone(),
+            words.clone(),
+            &shard,
+            true,
+        ));
     });
     for (d, heads) in [(64, 32), (128, 16)] {
         let (s, n) = if small { (128, 1) } else { (4096, 4 * heads) };
@@ -260,10 +312,20 @@ fn measure(card: &Card, small: bool) {
             drop(B::fused_attention(qkv.clone(), &options));
         });
         let (out, lse) = B::fused_attention(qkv.clone(), &options);
-        card.measure(&format!("attention backward d {d}"), least(5.0, 8.0), || {
-            let (out, lse) = (out.clone(), lse.clone());
-            drop(B::fused_attention_backward(qkv.clone(), out, lse, &options, d_out.clone()));
-        });
+        card.measure(
+            &format!("attention backward d {d}"),
+            least(5.0, 8.0),
+            || {
+                let (out, lse) = (out.clone(), lse.clone());
+                drop(B::fused_attention_backward(
+                    qkv.clone(),
+                    out,
+                    lse,
+                    &options,
+                    d_out.clone(),
+                ));
+            },
+        );
     }
 }
 

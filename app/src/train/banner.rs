@@ -6,8 +6,8 @@ use super::plan::Plan;
 use crate::data::RunData;
 use crate::say::say;
 use crate::units::grouped;
-use burn_megatron::{Precision, RankDevice};
 use burn_megatron::optim::{LrDecayStyle, MixedPrecisionConfig};
+use burn_megatron::{Precision, RankDevice};
 
 /// Prints the resolved configuration, compactly; the whole of it stands in the run's config.toml.
 pub fn print(plan: &Plan) {

@@ -8,12 +8,12 @@ use super::saving::{Outcome, Saving, Stop, stop_agreed};
 use crate::data::BatchSource;
 use crate::units::bytes;
 use burn::train::Interrupter;
-use burn_megatron::{RankDevice, Result};
 use burn_megatron::checkpoint::Saved;
 use burn_megatron::comm::counted::{Account, Collective};
 use burn_megatron::launch::{ProcessGroup, ProcessGroups, RankContext};
 use burn_megatron::pipeline::{Schedule, Span};
 use burn_megatron::train::{MeasuredMemory, MicroBatch, StepVolume, StepVolumes, Trainer};
+use burn_megatron::{RankDevice, Result};
 use std::ops::Range;
 use std::time::Instant;
 

@@ -1,6 +1,5 @@
 //! What a run is made of, validated as a whole.
 
-use crate::{Kernels, RankDevice};
 use super::{BatchSizes, RampupBatchSize, RankMemory, StepVolumes};
 use crate::error::{Error, ErrorKind, Result, Violation};
 use crate::grads::{Buckets, DataParallelConfig};
@@ -13,6 +12,7 @@ use crate::topology::{
     BatchShape, Layout, ModelShape, ParallelConfig, PipelineSchedule, PipelineShape,
     batch_violation, validate,
 };
+use crate::{Kernels, RankDevice};
 use serde::{Deserialize, Serialize};
 
 /// How much data a step takes, under the names of Megatron's flags.
@@ -73,7 +73,10 @@ pub struct TrainConfig {
 impl TrainConfig {
     /// Whether its operations are fused on its device.
     fn fuses(&self) -> bool {
-        let (kernels, precision) = (self.model.transformer_impl, self.mixed_precision.precision());
+        let (kernels, precision) = (
+            self.model.transformer_impl,
+            self.mixed_precision.precision(),
+        );
         kernels.fuse_on(&self.device.of_rank(0), precision.dtype())
     }
 

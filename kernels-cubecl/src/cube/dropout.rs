@@ -45,6 +45,14 @@ impl Wide {
             high: high + u32::cast_from(low < product),
         }
     }
+
+    pub fn plus(&self, more: &Wide) -> Wide {
+        let low = self.low + more.low;
+        Wide {
+            low,
+            high: self.high + more.high + u32::cast_from(low < more.low),
+        }
+    }
 }
 
 /// A block of Philox4x32 with ten rounds: see [`crate::random`].
@@ -114,7 +122,7 @@ fn factors<N: Size>(generator: &Generator, index: &Wide) -> Vector<f32, N> {
     } else {
         #[unroll]
         for i in 0..size {
-            let at = index.times_plus(1u32, i as u32);
+            let at = index.plus(&Wide::new(i as u32));
             factors.insert(i, factor(generator, &at));
         }
     }
@@ -232,13 +240,11 @@ pub fn first_probability(at: &HeadsGenerator, group: u32, head: u32, r: u32, s: 
 /// What the probability with which a query attends to a key is multiplied by; `first` is of the query's head.
 #[cube]
 pub fn probability_factor(at: &HeadsGenerator, first: &Wide, query: u32, key: u32, s: u32) -> f32 {
-    let within = Wide::new(query).times_plus(s, key);
-    let low = first.low + within.low;
-    let high = first.high + within.high + u32::cast_from(low < first.low);
-    factor(&at.generator, &Wide { low, high })
+    let index = first.plus(&Wide::new(query).times_plus(s, key));
+    factor(&at.generator, &index)
 }
 
-/// That of two keys one after another.
+/// That of two keys one after another, of which the first and `s` are even: one block has both.
 #[cube]
 pub fn pair_factors<P: Size>(
     at: &HeadsGenerator,
@@ -248,30 +254,21 @@ pub fn pair_factors<P: Size>(
     s: u32,
 ) -> Vector<f32, P> {
     let generator = &at.generator;
-    let within = Wide::new(query).times_plus(s, key);
-    let low = first.low + within.low;
-    let high = first.high + within.high + u32::cast_from(low < first.low);
-    let block = words(generator, (low >> 2u32) | (high << 30u32), high >> 2u32);
-    let which = low & 3u32;
-    let mut one = select(which == 0u32, block[0], block[1]);
-    one = select(which == 2u32, block[2], one);
-    one = select(which == 3u32, block[3], one);
-    let mut two = select(which == 0u32, block[1], block[2]);
-    two = select(which == 2u32, block[3], two);
-    let mut kept = Vector::<f32, P>::new(generator.scale);
+    let index = first.plus(&Wide::new(query).times_plus(s, key));
+    let block = words(
+        generator,
+        (index.low >> 2u32) | (index.high << 30u32),
+        index.high >> 2u32,
+    );
+    let second_half = (index.low & 2u32) != 0u32;
+    let one = select(second_half, block[2], block[0]);
+    let two = select(second_half, block[3], block[1]);
+    let kept = select(two < generator.below, 0.0f32, generator.scale);
+    let mut kept = Vector::<f32, P>::new(kept);
     kept.insert(
         0usize,
         select(one < generator.below, 0.0f32, generator.scale),
     );
-    kept.insert(
-        1usize,
-        select(two < generator.below, 0.0f32, generator.scale),
-    );
-    if which == 3u32 {
-        // The second is in the next block.
-        let next = Wide { low, high }.times_plus(1u32, 1u32);
-        kept.insert(1usize, factor(generator, &next));
-    }
     kept
 }
 

@@ -288,10 +288,9 @@ fn check(case: Case, folder: &std::path::Path) {
 fn tensor_core_attention_is_the_reference() {
     let folder = tempfile::tempdir().expect("a folder");
     for (dtype, d, s, n, r, p) in [
+        (DType::BF16, 64, 66, 1, 3, 0.2),
         (DType::BF16, 64, 150, 2, 1, 0.0),
-        (DType::BF16, 64, 67, 1, 3, 0.2),
-        (DType::BF16, 128, 129, 1, 2, 0.0),
-        (DType::F16, 96, 64, 2, 1, 0.0),
+        (DType::F16, 128, 129, 1, 2, 0.0),
     ] {
         let bound = if dtype == DType::BF16 { 1e-2 } else { 2e-3 };
         check(

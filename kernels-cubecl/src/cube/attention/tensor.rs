@@ -109,7 +109,10 @@ pub fn serves(call: &Call<'_>) -> bool {
     };
     let properties = call.qkv.client.properties();
     let plane = properties.hardware.plane_size_min;
-    [64, 96, 128].contains(&call.d())
+    // Dropout makes random words for two keys at once.
+    let pairs = call.options.dropout.is_none() || call.s % 2 == 0;
+    pairs
+        && [64, 96, 128].contains(&call.d())
         && plane as usize == PLANE
         && plane == properties.hardware.plane_size_max
         && properties.features.plane.contains(Plane::Ops)
