@@ -12,6 +12,9 @@ pub enum Reduce {
     Max,
 }
 
+/// Joins values with the other shards'.
+pub type Join<'a> = dyn Fn(&mut [f32], Reduce) + 'a;
+
 /// One shard's view of a batch of `n` tokens.
 pub struct HeadShard<'a> {
     /// Each token's target: a row of this shard's weight, or none where another shard has it.
@@ -23,7 +26,7 @@ pub struct HeadShard<'a> {
     /// Logits exist for so many tokens at a time; the same on all shards.
     pub tokens_at_once: usize,
     /// Joins values with the other shards', if there are any.
-    pub reduce: Option<&'a dyn Fn(&mut [f32], Reduce)>,
+    pub reduce: Option<&'a Join<'a>>,
 }
 
 impl HeadShard<'_> {
