@@ -197,6 +197,15 @@ fn planes_wanted() -> Option<bool> {
     )
 }
 
+#[cfg(all(test, feature = "wgpu"))]
+#[test]
+fn plane_operations_are_used_as_asked() {
+    let client = CubeDevice::Wgpu(Default::default()).client();
+    let offered = client.properties().features.plane.contains(Plane::Ops);
+    let used = Units::of(&client).planes;
+    assert_eq!(used, planes_wanted().unwrap_or(offered));
+}
+
 fn contiguous(x: CubeTensor) -> CubeTensor {
     into_contiguous(x)
 }

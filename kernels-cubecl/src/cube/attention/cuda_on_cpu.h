@@ -144,6 +144,8 @@ static void wait() {
     fibers[current].copies.clear();
 }
 
+static void power_of_two(float &d, float a) { d = std::exp2(a); }
+
 // Element `i` of a register of two.
 template <class T>
 static float element(uint32_t pair, unsigned i) {

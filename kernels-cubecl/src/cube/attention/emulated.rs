@@ -37,6 +37,7 @@ fn emulated(source: &str) -> String {
             t if t.starts_with("mma.sync.aligned.m16n8k16.row.col.f32.f16") => "mma<__half>",
             t if t.starts_with("ldmatrix.sync.aligned.m8n8.x4.trans") => "ldmatrix<true>",
             t if t.starts_with("ldmatrix.sync.aligned.m8n8.x4") => "ldmatrix<false>",
+            t if t.starts_with("ex2.approx.ftz.f32") => "power_of_two",
             t if t.starts_with("cp.async.cg") => "copy",
             t if t.starts_with("cp.async.commit_group") => "commit",
             t if t.starts_with("cp.async.wait_group 0") => "wait",

@@ -35,6 +35,7 @@ const PLANE: usize = 32;
 /// Elements of a load, and of a register.
 const LOAD: usize = 8;
 const PAIR: usize = 2;
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
 impl Tile {
     pub fn rows(self) -> usize {
@@ -309,6 +310,21 @@ fn column_of(#[comptime] across: usize) -> usize {
     comptime!(8 * across) + UNIT_POS_X as usize % 4 * 2
 }
 
+/// `2^x`, by the instruction: the exponentials of natural logarithms take `x · log₂ e`.
+#[cube]
+fn power_of_two(x: f32) -> f32 {
+    let out: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {d}, {a};", a = in(_) x, d = out(_) out, options(nomem));
+    out
+}
+
+#[cube]
+fn powers_of_two<P: Size>(x: Vector<f32, P>) -> Vector<f32, P> {
+    let mut powers = Vector::<f32, P>::new(power_of_two(x.extract(0usize)));
+    powers.insert(1usize, power_of_two(x.extract(1usize)));
+    powers
+}
+
 /// Over the four units that share a row.
 #[cube]
 fn quad_max(value: f32) -> f32 {
@@ -365,6 +381,7 @@ pub fn tensor_forward<F: Float, N: Size, P: Size>(
 ) {
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let (across, features) = comptime!((tile.across(), tile.features()));
+    let slope = scale * LOG2_E;
     let s = sizes.s;
     // The longest first.
     let rows = comptime!(tile.rows());
@@ -431,14 +448,14 @@ pub fn tensor_forward<F: Float, N: Size, P: Size>(
                     highest = max(highest, max(score.extract(0usize), score.extract(1usize)));
                 }
                 highest = quad_max(highest);
-                let less = ((top[of_row] - highest) * scale).exp();
+                let less = power_of_two((top[of_row] - highest) * slope);
                 top[of_row] = highest;
-                let shift = highest * scale;
+                let shift = highest * slope;
                 let mut sum = 0.0f32;
                 #[unroll]
                 for j in 0..across {
                     let at = comptime!(2 * (strip * across + j) + half);
-                    let value = (p[at] * Vector::new(scale) - Vector::new(shift)).exp();
+                    let value = powers_of_two(p[at] * Vector::new(slope) - Vector::new(shift));
                     sum += value.extract(0usize) + value.extract(1usize);
                     p[at] = value;
                     if comptime!(tile.dropout) {
@@ -507,6 +524,7 @@ pub fn tensor_backward_queries<F: Float, N: Size, P: Size>(
 ) {
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let (across, features) = comptime!((tile.across(), tile.features()));
+    let slope = scale * LOG2_E;
     let s = sizes.s;
     let rows = comptime!(tile.rows());
     let row = (s.div_ceil(rows) - 1 - CUBE_POS_X as usize) * rows;
@@ -538,7 +556,7 @@ pub fn tensor_backward_queries<F: Float, N: Size, P: Size>(
         #[unroll]
         for half in 0..2usize {
             let query = min(row + row_of(strip, half, tile), s - 1);
-            log_sum[comptime!(2 * strip + half)] = lse[CUBE_POS_Y as usize * s + query];
+            log_sum[comptime!(2 * strip + half)] = lse[CUBE_POS_Y as usize * s + query] * LOG2_E;
             dot[comptime!(2 * strip + half)] = delta[CUBE_POS_Y as usize * s + query];
         }
     }
@@ -576,7 +594,7 @@ pub fn tensor_backward_queries<F: Float, N: Size, P: Size>(
                     let at = comptime!(2 * (strip * across + j) + half);
                     let column = key + column_of(j);
                     let shift = Vector::new(log_sum[of_row]);
-                    let probability = (p[at] * Vector::new(scale) - shift).exp();
+                    let probability = powers_of_two(p[at] * Vector::new(slope) - shift);
                     let mut d = ds[at];
                     if comptime!(tile.dropout) {
                         let (query, key) = (query as u32, column as u32);
@@ -625,6 +643,7 @@ pub fn tensor_backward_keys<F: Float, N: Size, P: Size>(
 ) {
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let (across, features) = comptime!((tile.across(), tile.features()));
+    let slope = scale * LOG2_E;
     let s = sizes.s;
     let key = CUBE_POS_X as usize * comptime!(tile.rows());
     let group = CUBE_POS_Y as usize;
@@ -669,7 +688,7 @@ pub fn tensor_backward_keys<F: Float, N: Size, P: Size>(
                 #[unroll]
                 for i in 0..PAIR {
                     let query = of_head + min(column + i, s - 1);
-                    log_sum.insert(i, lse[query]);
+                    log_sum.insert(i, lse[query] * LOG2_E);
                     dot.insert(i, delta[query]);
                 }
                 #[unroll]
@@ -678,7 +697,7 @@ pub fn tensor_backward_keys<F: Float, N: Size, P: Size>(
                     for half in 0..2usize {
                         let at = comptime!(2 * (strip * across + j) + half);
                         let of_key = key + row_of(strip, half, tile);
-                        let mut probability = (p[at] * Vector::new(scale) - log_sum).exp();
+                        let mut probability = powers_of_two(p[at] * Vector::new(slope) - log_sum);
                         #[unroll]
                         for i in 0..PAIR {
                             let hidden = of_key > column + i || column + i >= s;
@@ -798,7 +817,13 @@ pub fn catalog(all: &mut Vec<super::super::catalog::Entry>) {
     use super::SizesCompilationArg;
     for (name, dtype, _) in &TYPES[..2] {
         for d in [64, 96, 128] {
-            for dropout in [false, true] {
+            // The types differ in one word of an instruction.
+            let dropouts: &[bool] = if *name == "bf16" {
+                &[false, true]
+            } else {
+                &[false]
+            };
+            for &dropout in dropouts {
                 let dtype = *dtype;
                 let kind = format!("d {d}{} {name}", if dropout { " dropout" } else { "" });
                 let (heads, sizes) = (HeadsGeneratorCompilationArg::any, SizesCompilationArg::any);
