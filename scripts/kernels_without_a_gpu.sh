@@ -57,5 +57,5 @@ LD_LIBRARY_PATH=$cuda/cuda_nvrtc/lib "$target/debug/examples/ptx" \
 
 say "types of everything with CUDA"
 # Type-checks without CUDA and without LLVM, which only linking needs (scripts/build_cuda.sh).
-DOCS_RS=1 CUDARC_CUDA_VERSION=12090 cargo check --quiet --workspace --features cuda
+DOCS_RS=1 CUDARC_CUDA_VERSION=12090 cargo check --quiet --workspace --examples --features cuda
 say "done"

@@ -4,8 +4,8 @@
 //! `gpu_check cuda|wgpu [small]` prints a table, and a JSON line for each kernel to standard error, which
 //! `scripts/gpu_check.sh` joins with PyTorch's. `small` takes shapes that software can bear.
 
+use burn::backend::Backend;
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};

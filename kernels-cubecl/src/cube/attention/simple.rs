@@ -43,7 +43,8 @@ impl Tile {
             },
             _ => Tile {
                 d,
-                rows: 64,
+                // Wide heads keep more sums of each row.
+                rows: if d > 64 { 32 } else { 64 },
                 keys: 32,
                 across: 16,
                 down: 16,
