@@ -55,7 +55,9 @@ LD_LIBRARY_PATH=$cuda/cuda_nvrtc/lib "$target/debug/examples/ptx" \
     "$cuda/cuda_nvcc/bin/ptxas" \
     "$cuda/cuda_runtime/include:$cuda/cuda_nvcc/include:$cuda/cuda_cccl/include" "$target/ptx"
 
-say "types of everything with CUDA"
-# Type-checks without CUDA and without LLVM, which only linking needs (scripts/build_cuda.sh).
-DOCS_RS=1 CUDARC_CUDA_VERSION=12090 cargo check --quiet --workspace --examples --features cuda
+say "types and lints of everything with CUDA"
+command -v cargo-clippy >/dev/null || rustup component add clippy
+# Without CUDA, and without LLVM, which only a build needs (scripts/build_cuda.sh).
+DOCS_RS=1 CUDARC_CUDA_VERSION=12090 cargo clippy --quiet --workspace --all-targets \
+    --features cuda,burn-megatron-kernels/ptx -- -D warnings
 say "done"

@@ -76,7 +76,7 @@ fn missing_cuda_library() -> Option<Violation> {
         // SAFETY: these libraries may be loaded by any program; this one will use them.
         let found = names
             .iter()
-            .any(|name| unsafe { libloading::Library::new(name) }.is_ok());
+            .any(|name| unsafe { libloading::Library::new(*name) }.is_ok());
         !found
     };
     let (whose, names) = all.into_iter().find(|(_, names)| missing(names))?;

@@ -94,7 +94,7 @@ impl Entry {
     /// What CubeCL says of a kernel that it cannot write.
     pub fn source(&self, architecture: Architecture) -> Result<Source, String> {
         let target = Target::new(architecture);
-        let options = target.options.clone();
+        let options = target.options;
         let definition = cubecl::define_kernel(&*(self.make)(target));
         let definition = definition.map_err(|e| format!("{e:?}"))?;
         let mut compiler = CppCompiler::<Cuda>::default();

@@ -89,7 +89,7 @@ fn norm_forward<F: Float, N: Size>(
         for i in 0..comptime!(row.vectors_of_unit()) {
             let at = i * row.units + unit;
             if comptime!(row.centred) {
-                values[i] = values[i] - Vector::new(mean);
+                values[i] -= Vector::new(mean);
             }
             if at < row.vectors {
                 squares += values[i] * values[i];
@@ -162,9 +162,9 @@ fn norm_backward<F: Float, N: Size>(
             let at = i * row.units + unit;
             if at < row.vectors {
                 normal[i] = (normal[i] - Vector::new(mean)) * Vector::new(scale);
-                d_weight[i] = d_weight[i] + g[i] * normal[i];
-                d_bias[i] = d_bias[i] + g[i];
-                g[i] = g[i] * Vector::cast_from(weight[at]);
+                d_weight[i] += g[i] * normal[i];
+                d_bias[i] += g[i];
+                g[i] *= Vector::cast_from(weight[at]);
                 sums += g[i];
                 products += g[i] * normal[i];
             }

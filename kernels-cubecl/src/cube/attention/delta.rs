@@ -32,10 +32,11 @@ fn row_sums<F: Float, N: Size>(
     }
     shared[unit] = sum.vector_sum();
     sync_cube();
-    if unit % lanes == 0 && row < s * heads {
+    let lane = unit % lanes;
+    if lane == 0 && row < s * heads {
         let mut total = 0.0f32;
-        for lane in 0..lanes {
-            total += shared[unit + lane];
+        for other in 0..lanes {
+            total += shared[unit + other];
         }
         delta[row % heads * s + row / heads] = total;
     }

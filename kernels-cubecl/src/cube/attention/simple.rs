@@ -154,7 +154,7 @@ fn scores<F: Float>(
                 #[unroll]
                 for j in 0..keys {
                     let at = comptime!(i * keys + j);
-                    sums[at] = sums[at] + of_row * of_keys[j];
+                    sums[at] += of_row * of_keys[j];
                 }
             }
         }
@@ -219,7 +219,7 @@ fn accumulate<F: Float>(
                 #[unroll]
                 for j in 0..features {
                     let at = comptime!(i * features + j);
-                    sums[at] = sums[at] + of_p * of_x[j];
+                    sums[at] += of_p * of_x[j];
                 }
             }
         }
@@ -337,7 +337,7 @@ fn simple_forward<F: Float>(
                 sum += (p[start + column] - highest).exp();
             }
             less[at] = (old - highest).exp();
-            total[at] = total[at] * less[at] + sum;
+            total[at] *= less[at] + sum;
             top[at] = highest;
             at += comptime!(tile.units());
         }
@@ -359,7 +359,7 @@ fn simple_forward<F: Float>(
             #[unroll]
             for j in 0..features {
                 let at = comptime!(i * features + j);
-                sums[at] = sums[at] * less[query];
+                sums[at] *= less[query];
             }
         }
         sync_cube();
@@ -371,7 +371,7 @@ fn simple_forward<F: Float>(
         #[unroll]
         for j in 0..features {
             let at = comptime!(i * features + j);
-            sums[at] = sums[at] * each;
+            sums[at] *= each;
         }
     }
     let place = Place::output(sizes, group, head, tile.d);

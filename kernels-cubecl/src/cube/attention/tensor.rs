@@ -111,7 +111,7 @@ pub fn serves(call: &Call<'_>) -> bool {
     let properties = call.qkv.client.properties();
     let plane = properties.hardware.plane_size_min;
     // Dropout makes random words for two keys at once.
-    let pairs = call.options.dropout.is_none() || call.s % 2 == 0;
+    let pairs = call.options.dropout.is_none() || call.s.is_multiple_of(2);
     pairs
         && [64, 96, 128].contains(&call.d())
         && plane as usize == PLANE
@@ -141,7 +141,7 @@ fn load<F: Float, N: Size>(
         let e = i * units + UNIT_POS as usize;
         let row = e / loads;
         let column = e % loads;
-        if comptime!((rows * loads) % units == 0) || row < rows {
+        if comptime!((rows * loads).is_multiple_of(units)) || row < rows {
             let at = (place.start + min(from + row, s - 1) * place.stride) / LOAD + column;
             let to = row * comptime!(tile.pitch()) + column;
             copy_async(
@@ -464,11 +464,11 @@ pub fn tensor_forward<F: Float, N: Size, P: Size>(
                         p[at] = value * kept;
                     }
                 }
-                total[of_row] = total[of_row] * less + sum;
+                total[of_row] *= less + sum;
                 #[unroll]
                 for j in 0..features {
                     let at = comptime!(2 * (strip * features + j) + half);
-                    sums[at] = sums[at] * Vector::new(less);
+                    sums[at] *= Vector::new(less);
                 }
             }
         }
@@ -496,10 +496,11 @@ pub fn tensor_forward<F: Float, N: Size, P: Size>(
             #[unroll]
             for j in 0..features {
                 let at = comptime!(2 * (strip * features + j) + half);
-                sums[at] = sums[at] * Vector::new(each);
+                sums[at] *= Vector::new(each);
             }
             let query = row + row_of(strip, half, tile);
-            if query < s && UNIT_POS_X % 4 == 0 {
+            let of_four = UNIT_POS_X % 4;
+            if query < s && of_four == 0 {
                 lse[CUBE_POS_Y as usize * s + query] = top[of_row] * scale + sum.ln();
             }
         }
