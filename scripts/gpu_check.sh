@@ -29,6 +29,23 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 torch=$("$python" -c 'import torch; print(torch.__version__)' 2>/dev/null || true)
 
+# Kernels are compiled with NVRTC and CUDA's headers: those of an installation, or of the Python packages that PyTorch
+# brings.
+if [ -z "${CUDA_PATH:-}" ] && [ ! -e /usr/local/cuda/include/cuda_bf16.h ]; then
+    packages=$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null || true)
+    if [ -z "$packages" ]; then
+        echo "no CUDA headers: set CUDA_PATH, or PYTHON to a python with torch" >&2
+        exit 1
+    fi
+    export CUDA_PATH=$work/cuda
+    mkdir -p "$CUDA_PATH/include"
+    for folder in "$packages"/*/include; do
+        cp -rsn "$folder/." "$CUDA_PATH/include/"
+    done
+    library=$(find "$packages" -name 'libnvrtc.so*' | head -n 1)
+    export LD_LIBRARY_PATH=$(dirname "$library")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+fi
+
 failed=0
 echo "kernels on $card" >&2
 "$binaries/gpu_check" cuda >"$work/kernels" 2>"$work/kernels.json" || failed=$?

@@ -3,6 +3,8 @@
 use crate::Violation;
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
+#[cfg(feature = "cuda")]
+use std::path::PathBuf;
 
 /// The kind of device that every rank's tensors lie on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize)]
@@ -59,7 +61,7 @@ impl RankDevice {
         }
         #[cfg(feature = "cuda")]
         if self == RankDevice::Cuda {
-            return missing_cuda_library();
+            return missing_cuda_library().or_else(missing_cuda_headers);
         }
         None
     }
@@ -83,6 +85,29 @@ fn missing_cuda_library() -> Option<Violation> {
     let rule = format!(
         "device is cuda, but {} of {whose} cannot be opened: install it, or put its folder into LD_LIBRARY_PATH",
         names[0]
+    );
+    Some(Violation::new(rule, ["cpu"]))
+}
+
+/// Kernels are compiled with CUDA's headers, which CubeCL looks for in these places.
+#[cfg(feature = "cuda")]
+fn missing_cuda_headers() -> Option<Violation> {
+    if cfg!(windows) {
+        return None;
+    }
+    let folders = match std::env::var_os("CUDA_PATH") {
+        Some(path) => vec![PathBuf::from(path)],
+        None => ["/usr/local/cuda", "/opt/cuda", "/usr"]
+            .map(PathBuf::from)
+            .to_vec(),
+    };
+    let header = "include/cuda_bf16.h";
+    if folders.iter().any(|folder| folder.join(header).is_file()) {
+        return None;
+    }
+    let rule = format!(
+        "device is cuda, but {} is not there: install CUDA's headers, or name their parent folder with CUDA_PATH",
+        folders[0].join(header).display()
     );
     Some(Violation::new(rule, ["cpu"]))
 }

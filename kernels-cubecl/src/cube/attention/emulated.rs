@@ -253,7 +253,7 @@ fn check(case: Case, folder: &std::path::Path) {
         values.as_mut_ptr().cast()
     }
     let blocks = |rows: usize| s.div_ceil(rows) as u32;
-    let tile = super::tensor::Tile::forward(d, p > 0.0);
+    let tile = super::mma::Tile::forward(d, p > 0.0);
     let buffers = [pointer(&qkv), pointer_mut(&mut out), pointer_mut(&mut lse)];
     kernel("forward").run(&buffers, &info, [blocks(tile.rows()), heads as u32]);
     let got = values(&out, dtype);
@@ -273,9 +273,9 @@ fn check(case: Case, folder: &std::path::Path) {
         pointer(&delta),
         pointer_mut(&mut d_qkv),
     ];
-    let tile = super::tensor::Tile::queries(d, p > 0.0);
+    let tile = super::mma::Tile::queries(d, p > 0.0);
     kernel("d_queries").run(&buffers, &info, [blocks(tile.rows()), heads as u32]);
-    let tile = super::tensor::Tile::keys(d, p > 0.0);
+    let tile = super::mma::Tile::keys(d, p > 0.0);
     kernel("d_keys").run(&buffers, &info, [blocks(tile.rows()), n as u32]);
     let error = distance(&values(&d_qkv, dtype), &want_gradient);
     assert!(

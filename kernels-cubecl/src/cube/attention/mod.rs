@@ -8,6 +8,7 @@
 mod delta;
 #[cfg(all(test, feature = "ptx"))]
 mod emulated;
+mod mma;
 mod simple;
 mod tensor;
 
