@@ -27,7 +27,7 @@ fn main() {
         Some("wgpu") => RankDevice::Wgpu,
         _ => RankDevice::Cpu,
     };
-    if let Some(violation) = device.violation() {
+    if let Some(violation) = device.violation(1) {
         return eprintln!("{}", violation.rule);
     }
     let rank = RankContext::single(device.of_rank(0));

@@ -45,8 +45,8 @@ impl RankDevice {
         }
     }
 
-    /// Why ranks cannot run there: the build, or a library that is not there.
-    pub fn violation(self) -> Option<Violation> {
+    /// Why so many ranks cannot run there: the build, something that is not installed, or too few cards.
+    pub fn violation(self, ranks: usize) -> Option<Violation> {
         let built = match self {
             RankDevice::Cpu => true,
             RankDevice::Cuda => cfg!(feature = "cuda"),
@@ -61,8 +61,11 @@ impl RankDevice {
         }
         #[cfg(feature = "cuda")]
         if self == RankDevice::Cuda {
-            return missing_cuda_library().or_else(missing_cuda_headers);
+            return missing_cuda_library()
+                .or_else(missing_cuda_headers)
+                .or_else(|| missing_cards(ranks));
         }
+        let _ = ranks;
         None
     }
 }
@@ -71,22 +74,64 @@ impl RankDevice {
 #[cfg(feature = "cuda")]
 fn missing_cuda_library() -> Option<Violation> {
     let all = [
-        ("the NVIDIA driver", ["libcuda.so.1", "libcuda.so"]),
+        ("the NVIDIA driver", DRIVER),
         ("CUDA 12's NVRTC", ["libnvrtc.so.12", "libnvrtc.so"]),
     ];
-    let missing = |names: &[&str; 2]| {
-        // SAFETY: these libraries may be loaded by any program; this one will use them.
-        let found = names
-            .iter()
-            .any(|name| unsafe { libloading::Library::new(*name) }.is_ok());
-        !found
-    };
-    let (whose, names) = all.into_iter().find(|(_, names)| missing(names))?;
+    let (whose, names) = all.into_iter().find(|(_, names)| opened(names).is_none())?;
     let rule = format!(
         "device is cuda, but {} of {whose} cannot be opened: install it, or put its folder into LD_LIBRARY_PATH",
         names[0]
     );
     Some(Violation::new(rule, ["cpu"]))
+}
+
+#[cfg(feature = "cuda")]
+const DRIVER: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+
+#[cfg(feature = "cuda")]
+fn opened(names: &[&str; 2]) -> Option<libloading::Library> {
+    // SAFETY: these are CUDA's libraries, which any program may load; this one will use them.
+    let mut found = names
+        .iter()
+        .filter_map(|name| unsafe { libloading::Library::new(*name) }.ok());
+    found.next()
+}
+
+/// Each rank takes a card of its own.
+#[cfg(feature = "cuda")]
+fn missing_cards(ranks: usize) -> Option<Violation> {
+    type Init = unsafe extern "C" fn(flags: u32) -> i32;
+    type Count = unsafe extern "C" fn(count: *mut i32) -> i32;
+    let driver = opened(&DRIVER)?;
+    let mut cards = 0;
+    // SAFETY: the functions have these types in every version of the driver, and `cards` outlives the call.
+    let outcome = unsafe {
+        let (init, count) = (
+            driver.get::<Init>(b"cuInit").ok()?,
+            driver.get::<Count>(b"cuDeviceGetCount").ok()?,
+        );
+        match init(0) {
+            0 => count(&mut cards),
+            failed => failed,
+        }
+    };
+    let cards = usize::try_from(cards).unwrap_or(0);
+    if outcome == 0 && cards >= ranks {
+        return None;
+    }
+    let (rule, nearest) = match outcome {
+        0 => (
+            format!(
+                "device is cuda and {ranks} ranks take a card each, but this machine has {cards}"
+            ),
+            format!("{cards} ranks"),
+        ),
+        code => (
+            format!("device is cuda, but the driver finds no card (error {code})"),
+            "cpu".into(),
+        ),
+    };
+    Some(Violation::new(rule, [nearest]))
 }
 
 /// Kernels are compiled with CUDA's headers, which CubeCL looks for in these places.

@@ -614,9 +614,26 @@ fn fused_kernels_and_the_reference_train_alike() {
     let wrong = ["--transformer-impl", "fused", "--bf16"];
     let message = stderr(fixture_run(&run).args(wrong), 2);
     assert!(
-        message.contains("there are no fused kernels for bf16 on the CPU"),
+        message.contains("there are no fused kernels for bf16 on device cpu"),
         "{message}"
     );
+}
+
+/// A device that the build has not, or that the machine has not.
+#[test]
+fn a_device_that_is_not_there_is_refused_before_the_run() {
+    let run = Run::new();
+    for (device, feature) in [
+        ("cuda", cfg!(feature = "cuda")),
+        ("wgpu", cfg!(feature = "wgpu")),
+    ] {
+        if feature {
+            continue;
+        }
+        let said = stderr(fixture_run(&run).args(["--device", device]), 2);
+        let rule = format!("build it with `--features {device}`; nearest legal: cpu");
+        assert!(said.contains(&rule), "{said}");
+    }
 }
 
 #[test]

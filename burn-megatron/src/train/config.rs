@@ -97,7 +97,9 @@ impl TrainConfig {
         violations.extend(self.mixed_precision.violations());
         let precision = self.mixed_precision.precision();
         violations.extend(self.data_parallel.violations(precision));
-        let device = self.device.violation();
+        let layout = violations_of(self.layout(), &mut violations)?;
+        let ranks = layout.as_ref().map_or(1, |layout| layout.grid.world_size());
+        let device = self.device.violation(ranks);
         if device.is_none() && self.model.transformer_impl == Kernels::Fused && !self.fuses() {
             let rule = format!(
                 "transformer_impl is fused, but there are no fused kernels for {} on device {}",
@@ -107,7 +109,6 @@ impl TrainConfig {
             violations.push(Violation::new(rule, ["auto", "local"]));
         }
         violations.extend(device);
-        let layout = violations_of(self.layout(), &mut violations)?;
         let schedule = LrSchedule::new(
             &self.optimizer.schedule(),
             self.train_iters.max(1) as u64,
