@@ -29,7 +29,7 @@ pub struct Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Train a GPT; ranks are threads of this process, on Burn's Flex CPU backend
+    /// Train a GPT; ranks are threads of this process, on the CPU or on cards
     Train(Box<TrainArgs>),
     /// Turn JSON lines into token files (.bin and .idx) as Megatron-LM writes them
     Preprocess(PreprocessArgs),

@@ -26,7 +26,7 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
         ("model", model(plan)),
         (
             "grid",
-            format!("{layout}, ranks are threads, Flex CPU backend"),
+            format!("{layout}, ranks are threads, {}", device(training.device)),
         ),
         (
             "batch",
@@ -59,9 +59,6 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
         false => format!("fused: {}", fused.join(", ")),
     };
     lines.insert(2, ("kernels", kernels));
-    if training.device != RankDevice::Cpu {
-        lines.insert(2, ("device", training.device.name().into()));
-    }
     if let Some(numbers) = numbers(&config.mixed_precision) {
         lines.insert(1, ("numbers", numbers));
     }
@@ -87,6 +84,14 @@ fn lines(plan: &Plan) -> Vec<(&'static str, String)> {
     lines.push(("memory", memory::planned(plan)));
     lines.push(("run dir", plan.run_dir.display().to_string()));
     lines
+}
+
+fn device(device: RankDevice) -> &'static str {
+    match device {
+        RankDevice::Cpu => "Flex CPU backend",
+        RankDevice::Cuda => "an NVIDIA card each",
+        RankDevice::Wgpu => "one card through wgpu",
+    }
 }
 
 /// What is not in f32.
