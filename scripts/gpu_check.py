@@ -64,6 +64,11 @@ def main():
                 f"attention backward d {d}",
                 lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True),
             )
+    flat = torch.zeros(1 << 28, device="cuda", requires_grad=True)
+    flat.grad = torch.zeros_like(flat)
+    optimizer = torch.optim.AdamW([flat], fused=True)
+    measure("adamw", optimizer.step)
+    del flat, optimizer
     tokens, vocab, hidden = 8192, 50304, 1024
     states = tensor(tokens, hidden).requires_grad_()
     words = tensor(vocab, hidden).requires_grad_()

@@ -9,6 +9,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_megatron_kernels::adamw::AdamWFactors;
 use burn_megatron_kernels::attention::{AttentionOptions, causal_attention};
 use burn_megatron_kernels::dropout::{HiddenKeep, Keep};
 use burn_megatron_kernels::gelu::{GeluApproximation, bias_gelu};
@@ -265,6 +266,30 @@ fn measure(card: &Card, small: bool) {
             .take()
             .map(|x| B::fused_rotary(x, heads, &table, false));
     });
+    if card.dtype == DType::BF16 {
+        let n = if small { 1 << 16 } else { 1 << 28 };
+        let like = B::float_zeros([n].into(), &card.device, FloatDType::F32);
+        let mut state = Some([like.copy(), like.copy(), like.copy()]);
+        let least = Least {
+            bytes: 30.0 * n as f64,
+            operations: 0.0,
+        };
+        let factors = AdamWFactors {
+            grad_scale: 1.0,
+            beta1: [0.9, 0.1],
+            beta2: [0.95, 0.05],
+            step_size: 1e-3,
+            second_correction: 1.0,
+            eps: 1e-8,
+            keep: 1.0,
+        };
+        card.measure("adamw", least, || {
+            let stepped = state
+                .take()
+                .map(|state| B::fused_adamw(state, like.clone(), &factors, DType::BF16));
+            state = stepped.map(|(state, _)| state);
+        });
+    }
     // A vocabulary of GPT-2's size; the two products are the matrix library's.
     let (tokens, vocab, hidden) = if small {
         (64, 512, 64)

@@ -1,11 +1,13 @@
 //! What a backend computes in one pass.
 
+use crate::adamw::AdamWFactors;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
 use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
 use crate::linear;
 use crate::rotary::{Heads, RotaryTable};
+use crate::{adamw, widened};
 use burn::backend::Backend;
 use burn::backend::tensor::{Device, FloatTensor, IntTensor};
 use burn::tensor::DType;
@@ -121,6 +123,23 @@ pub trait Fused: Backend {
 
     /// `[.., n] -> [n]`: the sum over rows.
     fn fused_column_sums(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// A step of AdamW on flat buffers of f32, `[n]` each: weights and both moments (`state`), in place where nobody
+    /// else holds them; and the weights rounded to `dtype`.
+    fn fused_adamw(
+        state: [FloatTensor<Self>; 3],
+        gradients: FloatTensor<Self>,
+        factors: &AdamWFactors,
+        dtype: DType,
+    ) -> ([FloatTensor<Self>; 3], FloatTensor<Self>) {
+        adamw::reference::<Self>(state, gradients, factors, dtype)
+    }
+
+    /// `Σ x²`, `[1]` in f32.
+    fn fused_square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let x = widened::<Self>(x);
+        Self::float_sum(Self::float_mul(x.clone(), x))
+    }
 
     /// Cross entropy of `hidden [n, h] · weightᵀ` for a weight `[v, h]`, without ever holding all logits.
     fn fused_head_loss(

@@ -14,6 +14,7 @@ mod fused;
 mod ops;
 pub mod random;
 
+pub mod adamw;
 pub mod attention;
 pub mod dropout_add;
 pub mod embedding;

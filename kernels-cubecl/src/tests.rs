@@ -1,6 +1,7 @@
 //! Every operation in both of its forms: values and gradients against the reference in f64, and the reference's
 //! gradients against finite differences.
 
+use crate::adamw::AdamWFactors;
 use crate::attention::{AttentionOptions, causal_attention};
 use crate::dropout::{AttentionDropout, AttentionHeads, HiddenKeep, Keep};
 use crate::dropout_add::{dropout, dropout_add};
@@ -13,7 +14,7 @@ use crate::rotary::{Heads, RotaryTable, rotary_embedding};
 use crate::swiglu::swiglu;
 use crate::{Fused, Kernels, random};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, Flex, try_read_sync};
+use burn::backend::{Backend, Flex, TensorMetadata, try_read_sync};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_flex::FlexTensor;
 use std::sync::{Barrier, Mutex};
@@ -327,6 +328,61 @@ fn host(x: FlexTensor) -> Vec<f64> {
 fn host_of<B: Backend>(x: FloatTensor<B>) -> Vec<f64> {
     let data = try_read_sync(B::float_into_data(x)).expect("at once");
     data.expect("values").iter::<f64>().collect()
+}
+
+/// Buffers of a vector's length and of none, beside PyTorch's formula in f64.
+#[test]
+fn flat_buffers() {
+    flat_buffers_on::<Flex>(&Default::default());
+    #[cfg(feature = "wgpu")]
+    flat_buffers_on::<burn::backend::Cube>(&burn_cubecl::CubeDevice::Wgpu(Default::default()));
+}
+
+fn flat_buffers_on<B: Fused>(device: &B::Device) {
+    let (lr, decay, eps, step) = (0.1f64, 0.01, 1e-8, 3);
+    let corrections = [0.9f64, 0.95].map(|beta| 1.0 - beta.powi(step));
+    let factors = AdamWFactors {
+        grad_scale: 0.5,
+        beta1: [0.9, 0.1],
+        beta2: [0.95, 0.05],
+        step_size: (lr / corrections[0]) as f32,
+        second_correction: corrections[1].sqrt() as f32,
+        eps: eps as f32,
+        keep: (1.0 - lr * decay) as f32,
+    };
+    for n in [1, 7, 4096, 40_001] {
+        let mut buffers = [1, 2, 3, 4].map(|salt| arbitrary([1, 1, n], salt));
+        buffers[2].iter_mut().for_each(|v| *v = v.abs());
+        let tensor =
+            |values: &Vec<f32>| B::float_from_data(TensorData::new(values.clone(), [n]), device);
+        let [values, first, second, gradients] = buffers.each_ref().map(tensor);
+        let squares = host_of::<B>(B::fused_square_sum(gradients.clone()));
+        let exact =
+            |values: &Vec<f32>| -> Vec<f64> { values.iter().map(|v| f64::from(*v)).collect() };
+        let [mut w, mut m, mut v, g] = buffers.each_ref().map(exact);
+        let total: f64 = g.iter().map(|g| g * g).sum();
+        assert!(
+            (squares[0] / total - 1.0).abs() < 1e-5,
+            "{n}: {squares:?} is not {total}"
+        );
+        for i in 0..n {
+            let g = 0.5 * g[i];
+            m[i] = 0.9 * m[i] + 0.1 * g;
+            v[i] = 0.95 * v[i] + 0.05 * g * g;
+            let denominator = (v[i] / corrections[1]).sqrt() + eps;
+            w[i] = w[i] * (1.0 - lr * decay) - lr * (m[i] / corrections[0]) / denominator;
+        }
+        // The weights are held elsewhere as well: they must not change there.
+        let kept = values.clone();
+        let state = [values, first, second];
+        let (state, weights) = B::fused_adamw(state, gradients, &factors, DType::F16);
+        assert_eq!(weights.dtype(), DType::F16);
+        assert_eq!(host_of::<B>(kept), exact(&buffers[0]));
+        assert!(distance(&host_of::<B>(weights), &w) < 1e-3);
+        for (got, want) in state.into_iter().zip([w, m, v]) {
+            assert!(distance(&host_of::<B>(got), &want) < 1e-6);
+        }
+    }
 }
 
 /// Over two shards, the second with padding, and over one.

@@ -3,6 +3,7 @@
 use crate::checkpoint::Kind;
 use crate::grads::Owned;
 use crate::shard::ParamRecord;
+use burn_megatron_kernels::adamw::{AdamWFactors, update};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -74,19 +75,6 @@ struct DecayRun {
     flat: Range<usize>,
     packed: Range<usize>,
     decays: bool,
-}
-
-/// One step's factors, the same for every element of a run.
-#[derive(Clone, Copy)]
-struct Factors {
-    grad_scale: f32,
-    /// β₁, and 1 - β₁ as rounded once.
-    beta1: [f32; 2],
-    beta2: [f32; 2],
-    step_size: f32,
-    second_correction: f32,
-    eps: f32,
-    keep: f32,
 }
 
 impl Optimizer {
@@ -183,11 +171,10 @@ impl Optimizer {
 }
 
 impl AdamWConfig {
-    /// The arithmetic is that of PyTorch's `AdamW`: decoupled decay first, then the step with both moments
-    /// corrected for their bias.
-    fn factors(&self, steps: u32, grad_scale: f64, lr: f64, decay: f64) -> Factors {
+    /// Of the elements of a run, in one step.
+    fn factors(&self, steps: u32, grad_scale: f64, lr: f64, decay: f64) -> AdamWFactors {
         let correction = |beta: f64| 1.0 - beta.powf(f64::from(steps));
-        Factors {
+        AdamWFactors {
             grad_scale: grad_scale as f32,
             beta1: [self.adam_beta1 as f32, (1.0 - self.adam_beta1) as f32],
             beta2: [self.adam_beta2 as f32, (1.0 - self.adam_beta2) as f32],
@@ -196,17 +183,6 @@ impl AdamWConfig {
             eps: self.adam_eps as f32,
             keep: (1.0 - lr * decay) as f32,
         }
-    }
-}
-
-fn update(values: &mut [f32], grads: &[f32], first: &mut [f32], second: &mut [f32], f: Factors) {
-    let moments = first.iter_mut().zip(second);
-    for ((value, grad), (first, second)) in values.iter_mut().zip(grads).zip(moments) {
-        let grad = grad * f.grad_scale;
-        *first = f.beta1[0] * *first + f.beta1[1] * grad;
-        *second = f.beta2[0] * *second + f.beta2[1] * (grad * grad);
-        let denominator = second.sqrt() / f.second_correction + f.eps;
-        *value = *value * f.keep - f.step_size * (*first / denominator);
     }
 }
 

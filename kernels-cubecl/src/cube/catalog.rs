@@ -67,6 +67,7 @@ pub fn kernels() -> Vec<Entry> {
     super::rotary::catalog(&mut all);
     super::sum::catalog(&mut all);
     super::head::catalog(&mut all);
+    super::flat::catalog(&mut all);
     super::attention::catalog(&mut all);
     all
 }

@@ -2,6 +2,7 @@
 //! before it, and it runs at once.
 
 use crate::Fused;
+use crate::adamw::AdamWFactors;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
 use crate::gelu::GeluApproximation;
@@ -108,6 +109,20 @@ impl Fused for Fusion<CubeBackend> {
     fn fused_add_rows_at(table: Lazy, index: Lazy, dy: Lazy) -> Lazy {
         let index = index.client.clone().resolve_tensor_int::<B>(index);
         lazy(B::fused_add_rows_at(now(table), index, now(dy)))
+    }
+
+    fn fused_adamw(
+        state: [Lazy; 3],
+        gradients: Lazy,
+        factors: &AdamWFactors,
+        dtype: DType,
+    ) -> ([Lazy; 3], Lazy) {
+        let (state, weights) = B::fused_adamw(state.map(now), now(gradients), factors, dtype);
+        (state.map(lazy), lazy(weights))
+    }
+
+    fn fused_square_sum(x: Lazy) -> Lazy {
+        lazy(B::fused_square_sum(now(x)))
     }
 
     fn fused_head_loss(

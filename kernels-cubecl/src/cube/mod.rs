@@ -6,6 +6,7 @@ mod activation;
 mod attention;
 mod dropout;
 mod embedding;
+mod flat;
 
 mod fusion;
 mod head;
@@ -17,6 +18,7 @@ mod sum;
 pub mod catalog;
 
 use crate::Fused;
+use crate::adamw::AdamWFactors;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
 use crate::gelu::GeluApproximation;
@@ -126,6 +128,19 @@ impl Fused for CubeBackend {
 
     fn fused_column_sums(x: CubeTensor) -> CubeTensor {
         sum::column_sums(x)
+    }
+
+    fn fused_adamw(
+        state: [CubeTensor; 3],
+        gradients: CubeTensor,
+        factors: &AdamWFactors,
+        dtype: DType,
+    ) -> ([CubeTensor; 3], CubeTensor) {
+        flat::adamw(state, gradients, factors, dtype)
+    }
+
+    fn fused_square_sum(x: CubeTensor) -> CubeTensor {
+        flat::square_sum(x)
     }
 
     fn fused_head_loss(

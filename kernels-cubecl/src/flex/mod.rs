@@ -5,6 +5,7 @@
 mod activation;
 mod attention;
 mod dropout;
+mod flat;
 mod gemm;
 mod head;
 mod linear;
@@ -13,6 +14,7 @@ mod rotary;
 pub mod simd;
 
 use crate::Fused;
+use crate::adamw::AdamWFactors;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
 use crate::gelu::GeluApproximation;
@@ -123,6 +125,15 @@ impl Fused for Flex {
         linear::column_sums(&x)
     }
 
+    fn fused_adamw(
+        state: [FlexTensor; 3],
+        gradients: FlexTensor,
+        factors: &AdamWFactors,
+        dtype: DType,
+    ) -> ([FlexTensor; 3], FlexTensor) {
+        flat::adamw(state, &gradients, factors, dtype)
+    }
+
     fn fused_head_loss(
         hidden: FlexTensor,
         weight: FlexTensor,
@@ -188,16 +199,20 @@ fn tensor(values: Vec<f32>, shape: Shape) -> FlexTensor {
     )
 }
 
-/// `x` after `change`: in place where nobody else holds it, else a copy.
-fn changed(x: FlexTensor, change: impl FnOnce(&mut [f32])) -> FlexTensor {
+/// `x`, or a copy where somebody else holds it.
+fn owned(x: FlexTensor) -> FlexTensor {
     let mut x = x.to_contiguous();
-    if let Some(values) = x.try_storage_mut::<f32>() {
-        change(values);
+    if x.try_storage_mut::<f32>().is_some() {
         return x;
     }
-    let mut values = Values::of(&x).to_vec();
-    change(&mut values);
-    tensor(values, shape_of(&x))
+    tensor(Values::of(&x).to_vec(), shape_of(&x))
+}
+
+/// `x` after `change`: in place where nobody else holds it, else a copy.
+fn changed(x: FlexTensor, change: impl FnOnce(&mut [f32])) -> FlexTensor {
+    let mut x = owned(x);
+    change(x.try_storage_mut::<f32>().expect("its only holder"));
+    x
 }
 
 /// Rows that one task takes: of about so many values.
