@@ -30,11 +30,6 @@ cargo build --quiet "${cargo[@]}" --tests --examples
 
 say "kernels, plane operations off"
 BURN_MEGATRON_PLANES=off cargo test --quiet "${cargo[@]}" --lib 2>&1 | tee -a "$results"
-say "kernels, plane operations on"
-BURN_MEGATRON_PLANES=on cargo test --quiet "${cargo[@]}" --lib -- --skip emulated 2>&1 | tee -a "$results"
-say "training"
-cargo test --quiet "${cargo[@]}" --test layouts a_card 2>&1 | tee -a "$results"
-
 say "compilers for NVIDIA cards"
 tools=$target/cuda
 if [ ! -e "$tools/12.9" ]; then
@@ -60,4 +55,9 @@ command -v cargo-clippy >/dev/null || rustup component add clippy
 # Without CUDA, and without LLVM, which only a build needs (scripts/build_cuda.sh).
 DOCS_RS=1 CUDARC_CUDA_VERSION=12090 cargo clippy --quiet --workspace --all-targets \
     --features cuda,burn-megatron-kernels/ptx -- -D warnings
+say "kernels, plane operations on"
+BURN_MEGATRON_PLANES=on cargo test --quiet "${cargo[@]}" --lib -- --skip emulated 2>&1 | tee -a "$results"
+say "training"
+cargo test --quiet "${cargo[@]}" --test layouts a_card 2>&1 | tee -a "$results"
+
 say "done"
