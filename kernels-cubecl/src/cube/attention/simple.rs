@@ -337,7 +337,7 @@ fn simple_forward<F: Float>(
                 sum += (p[start + column] - highest).exp();
             }
             less[at] = (old - highest).exp();
-            total[at] *= less[at] + sum;
+            total[at] = total[at] * less[at] + sum;
             top[at] = highest;
             at += comptime!(tile.units());
         }

@@ -145,7 +145,7 @@ pub fn tensor_forward<F: Float, N: Size, P: Size>(
                         p[at] = value * kept;
                     }
                 }
-                total[of_row] *= less + sum;
+                total[of_row] = total[of_row] * less + sum;
                 #[unroll]
                 for j in 0..features {
                     let at = comptime!(2 * (strip * features + j) + half);
