@@ -2,16 +2,14 @@
 
 use super::sum::{Strips, finished, parts_of, write_strip};
 use super::{
-    Units, addresses, contiguous, cubes, elem, empty, empty_like, reshaped, rows_of, vector_size,
+    Units, addresses, contiguous, elem, empty, empty_like, reshaped, rows_of, unit_each,
+    vector_size,
 };
 use crate::gelu::GeluApproximation;
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
-
-/// Units of a cube where each goes its own way.
-const UNITS: usize = 256;
 
 /// 2√(2/π)
 const SLOPE: f32 = 1.595_769_2;
@@ -152,14 +150,6 @@ fn swiglu_backward_kernel<F: Float, N: Size>(
     }
 }
 
-fn units(x: &CubeTensor, vectors: usize) -> (CubeCount, CubeDim) {
-    let units = Units::of(&x.client).for_work(vectors, UNITS);
-    (
-        cubes(&x.client, vectors.div_ceil(units)),
-        CubeDim::new_1d(units as u32),
-    )
-}
-
 pub fn gelu(x: CubeTensor, bias: Option<CubeTensor>, how: GeluApproximation) -> CubeTensor {
     let x = contiguous(x);
     let biased = bias.is_some();
@@ -168,7 +158,7 @@ pub fn gelu(x: CubeTensor, bias: Option<CubeTensor>, how: GeluApproximation) -> 
     let (y, (rows, n)) = (empty_like(&x), rows_of(&x));
     let vector = vector_size(&x, &[n]);
     let vectors = rows * n / vector;
-    let (count, dim) = units(&x, vectors);
+    let (count, dim) = unit_each(&x.client, vectors);
     // SAFETY: the kernel reads and writes `vectors` vectors, and reads one row of the bias.
     unsafe {
         gelu_forward::launch_unchecked(
@@ -244,7 +234,7 @@ pub fn swiglu(x: CubeTensor) -> CubeTensor {
     let y = empty(&x, shape, x.dtype);
     let vector = vector_size(&x, &[f]);
     let vectors = rows * f / vector;
-    let (count, dim) = units(&x, vectors);
+    let (count, dim) = unit_each(&x.client, vectors);
     // SAFETY: the kernel writes `vectors` vectors, and reads twice as many.
     unsafe {
         swiglu_forward::launch_unchecked(
@@ -269,7 +259,7 @@ pub fn swiglu_backward(x: CubeTensor, dy: CubeTensor) -> CubeTensor {
     let f = n / 2;
     let vector = vector_size(&x, &[f]);
     let vectors = rows * f / vector;
-    let (count, dim) = units(&x, vectors);
+    let (count, dim) = unit_each(&x.client, vectors);
     // SAFETY: the kernel reads `vectors` vectors of the gradient, and as many twice of input and output.
     unsafe {
         swiglu_backward_kernel::launch_unchecked(
@@ -291,6 +281,7 @@ pub fn swiglu_backward(x: CubeTensor, dy: CubeTensor) -> CubeTensor {
 
 #[cfg(feature = "ptx")]
 pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::UNITS;
     use super::catalog::{Entry, TYPES, buffer as b, settings};
     let strips = Strips::of(Units {
         most: 1024,

@@ -1,6 +1,6 @@
 //! Random words where they are needed, and dropout with its residual in one pass.
 
-use super::{Units, addresses, contiguous, cubes, elem, empty_like, rows_of, vector_size};
+use super::{addresses, contiguous, elem, empty_like, rows_of, unit_each, vector_size};
 use crate::dropout::{AttentionDropout, HiddenKeep, Keep};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
@@ -168,13 +168,13 @@ pub fn dropout_add(x: CubeTensor, residual: Option<CubeTensor>, keep: &HiddenKee
     let (y, (rows, h)) = (empty_like(&x), rows_of(&x));
     let vector = vector_size(&x, &[h]);
     let vectors = rows * h / vector;
-    let units = Units::of(&x.client).for_work(vectors, 256);
+    let (count, dim) = unit_each(&x.client, vectors);
     // SAFETY: the kernel reads and writes `vectors` vectors.
     unsafe {
         dropout_add_kernel::launch_unchecked(
             &x.client,
-            cubes(&x.client, vectors.div_ceil(units)),
-            CubeDim::new_1d(units as u32),
+            count,
+            dim,
             addresses(&[&x]),
             vector,
             x.clone().into_buffer_arg(),
@@ -301,11 +301,12 @@ impl GeneratorCompilationArg {
 
 #[cfg(feature = "ptx")]
 pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::UNITS;
     use super::catalog::{Entry, TYPES, buffer as b, settings};
     for (name, dtype, load) in TYPES {
         all.push(Entry::new(format!("dropout_add {name}"), 64, move |t| {
             Box::new(dropout_add_kernel::DropoutAddKernel::new(
-                settings(CubeDim::new_1d(256)),
+                settings(CubeDim::new_1d(UNITS as u32)),
                 t.device,
                 t.properties,
                 b(),

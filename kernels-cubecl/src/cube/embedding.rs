@@ -1,6 +1,6 @@
 //! Rows added to rows of a table, in the order in which they come.
 
-use super::{Units, addresses, contiguous, cubes, elem, rows_of};
+use super::{Units, addresses, contiguous, cubes, elem, owned, rows_of};
 use burn::backend::ops::IntTensorOps;
 use burn::tensor::IntDType;
 use burn_cubecl::CubeBackend;
@@ -54,8 +54,7 @@ fn add_rows<F: Float>(
 
 /// Adds rows `dy [n, h]` to the rows `index [n]` of `table`, in place where nobody else holds it.
 pub fn add_rows_at(table: CubeTensor, index: CubeTensor, dy: CubeTensor) -> CubeTensor {
-    let (table, dy) = (contiguous(table), contiguous(dy));
-    let table = if table.can_mut() { table } else { table.copy() };
+    let (table, dy) = (owned(table), contiguous(dy));
     let index = contiguous(CubeBackend::int_cast(index, IntDType::I32));
     let (count, width) = rows_of(&dy);
     let units = Units::of(&table.client).for_work(width, 256);

@@ -1,15 +1,14 @@
 //! Passes over flat buffers: AdamW, and the sum of squares that a norm is made of.
 
 use super::sum::{cube_sum, finished};
-use super::{Units, addresses, contiguous, cubes, elem, empty, reshaped, vector_size};
+use super::{
+    UNITS, Units, addresses, contiguous, elem, empty, owned, reshaped, unit_each, vector_size,
+};
 use crate::adamw::AdamWFactors;
 use burn::backend::TensorMetadata;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
-
-/// Units of a cube.
-const UNITS: usize = 256;
 
 /// [`AdamWFactors`] on a device.
 #[derive(CubeType, CubeLaunch, Clone)]
@@ -83,16 +82,13 @@ pub fn adamw(
     f: &AdamWFactors,
     dtype: DType,
 ) -> ([CubeTensor; 3], CubeTensor) {
-    let [values, first, second] = state.map(|x| {
-        let x = contiguous(x);
-        if x.can_mut() { x } else { x.copy() }
-    });
+    let [values, first, second] = state.map(owned);
     let gradients = contiguous(gradients);
     let len = values.shape().num_elements();
     let weights = empty(&values, values.shape(), dtype);
     let vector = vector_size(&values, &[len]);
     let vectors = len / vector;
-    let units = Units::of(&values.client).for_work(vectors, UNITS);
+    let (count, dim) = unit_each(&values.client, vectors);
     let factors = FactorsLaunch::new(
         f.grad_scale,
         f.beta1[0],
@@ -108,8 +104,8 @@ pub fn adamw(
     unsafe {
         adamw_step::launch_unchecked(
             &values.client,
-            cubes(&values.client, vectors.div_ceil(units)),
-            CubeDim::new_1d(units as u32),
+            count,
+            dim,
             addresses(&[&values]),
             vector,
             values.clone().into_buffer_arg(),

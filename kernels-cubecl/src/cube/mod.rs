@@ -276,6 +276,22 @@ fn cubes(client: &Client, cubes: usize) -> CubeCount {
     CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
 }
 
+/// `x`, or a copy where somebody else holds it: to be changed in place.
+fn owned(x: CubeTensor) -> CubeTensor {
+    let x = contiguous(x);
+    if x.can_mut() { x } else { x.copy() }
+}
+
+/// Units of a cube where each goes its own way.
+const UNITS: usize = 256;
+
+/// A unit for each piece of `work`: kernels take `ABSOLUTE_POS` and a bound.
+fn unit_each(client: &Client, work: usize) -> (CubeCount, CubeDim) {
+    let units = Units::of(client).for_work(work, UNITS);
+    let count = cubes(client, work.div_ceil(units));
+    (count, CubeDim::new_1d(units as u32))
+}
+
 fn reshaped(x: CubeTensor, shape: impl Into<Shape>) -> CubeTensor {
     CubeBackend::float_reshape(x, shape.into())
 }

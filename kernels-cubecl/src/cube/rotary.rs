@@ -1,6 +1,6 @@
 //! Rotary positions on packed heads, in place where nobody else holds them.
 
-use super::{Units, addresses, contiguous, cubes, elem, rows_of, vector_size};
+use super::{addresses, elem, owned, rows_of, unit_each, vector_size};
 use crate::rotary::{Heads, RotaryTable};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
@@ -36,20 +36,19 @@ fn turn<F: Float, N: Size>(
 }
 
 pub fn rotary(x: CubeTensor, heads: Heads, table: &RotaryTable, back: bool) -> CubeTensor {
-    let x = contiguous(x);
-    let x = if x.can_mut() { x } else { x.copy() };
+    let x = owned(x);
     let (groups, (rows, width)) = (x.meta.shape()[1], rows_of(&x));
     let [cos, sin] = table.on(&x.device);
     let pairs = table.frequencies();
     let vector = vector_size(&x, &[width, heads.width, pairs]).min(4);
     let work = rows * heads.turned * pairs / vector;
-    let units = Units::of(&x.client).for_work(work, 256);
+    let (count, dim) = unit_each(&x.client, work);
     // SAFETY: each unit reads and writes two vectors that no other touches, and reads its position's angles.
     unsafe {
         turn::launch_unchecked(
             &x.client,
-            cubes(&x.client, work.div_ceil(units)),
-            CubeDim::new_1d(units as u32),
+            count,
+            dim,
             addresses(&[&x]),
             vector,
             x.clone().into_buffer_arg(),
@@ -70,11 +69,12 @@ pub fn rotary(x: CubeTensor, heads: Heads, table: &RotaryTable, back: bool) -> C
 
 #[cfg(feature = "ptx")]
 pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
+    use super::UNITS;
     use super::catalog::{Entry, TYPES, buffer as b, settings};
     for (name, dtype, load) in TYPES {
         all.push(Entry::new(format!("rotary {name}"), 64, move |t| {
             Box::new(turn::Turn::new(
-                settings(CubeDim::new_1d(256)),
+                settings(CubeDim::new_1d(UNITS as u32)),
                 t.device,
                 t.properties,
                 b(),

@@ -131,11 +131,7 @@ fn scores<F: Float>(
     let (rows, keys) = comptime!((tile.rows_of_unit(), tile.keys_of_unit()));
     let across = UNIT_POS as usize % tile.across;
     let down = UNIT_POS as usize / tile.across;
-    let mut sums = Array::<f32>::new(comptime!(rows * keys));
-    #[unroll]
-    for i in 0..comptime!(rows * keys) {
-        sums[i] = 0.0f32;
-    }
+    let mut sums = zeros(comptime!(rows * keys));
     let chunks = comptime!(tile.d.div_ceil(tile.chunk));
     for chunk in 0..chunks {
         let first = chunk * tile.chunk;
