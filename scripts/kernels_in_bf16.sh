@@ -5,5 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 scripts/provide_llvm.sh
-cargo test -p burn-megatron-kernels --features cpu --lib \
-    --config "profile.dev.package.burn-flex.opt-level=1" tests::
+cargo test --profile proof -p burn-megatron-kernels --features cpu --lib tests::

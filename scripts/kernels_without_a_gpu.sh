@@ -21,12 +21,11 @@ fi
 VK_ICD_FILENAMES=$(ls /usr/share/vulkan/icd.d/lvp_icd*.json | head -n 1)
 export VK_ICD_FILENAMES VK_DRIVER_FILES=$VK_ICD_FILENAMES XDG_RUNTIME_DIR=${XDG_RUNTIME_DIR:-/tmp}
 
-# Burn's CPU backend is only the reference here: it need not be fast.
-cargo=(--features burn-megatron-kernels/wgpu,burn-megatron-kernels/ptx,megatron-tests/wgpu
-    -p burn-megatron-kernels -p megatron-tests
-    --config "profile.dev.package.burn-flex.opt-level=1")
+# One set of features and packages for all commands: another one would build Burn again.
+cargo=(--profile proof --features burn-megatron-kernels/wgpu,burn-megatron-kernels/ptx,megatron-tests/wgpu
+    -p burn-megatron-kernels -p megatron-tests)
 say "build"
-cargo build --quiet "${cargo[@]}" --tests --examples
+cargo build --quiet "${cargo[@]}" --lib --tests --example ptx
 
 say "kernels, plane operations off"
 BURN_MEGATRON_PLANES=off cargo test --quiet "${cargo[@]}" --lib 2>&1 | tee -a "$results"
@@ -46,7 +45,7 @@ if [ ! -e "$tools/12.9" ]; then
 fi
 cuda=$(realpath "$tools")/wheels/nvidia
 say "every kernel for sm_80 and sm_90a"
-LD_LIBRARY_PATH=$cuda/cuda_nvrtc/lib "$target/debug/examples/ptx" \
+LD_LIBRARY_PATH=$cuda/cuda_nvrtc/lib "$target/proof/examples/ptx" \
     "$cuda/cuda_nvcc/bin/ptxas" \
     "$cuda/cuda_runtime/include:$cuda/cuda_nvcc/include:$cuda/cuda_cccl/include" "$target/ptx"
 
