@@ -10,7 +10,7 @@ use burn_megatron::autograd::{
 use burn_megatron::dropout::PassContext;
 use burn_megatron::grads;
 use burn_megatron::layers::*;
-use burn_megatron::shard::{ParallelBuilder, ParamRecord, ShardedModel};
+use burn_megatron::shard::{FlatBuffer, ParallelBuilder, ParamRecord, ShardedModel};
 use megatron_tests::{arbitrary, assert_close, host, on_tp_ranks};
 use std::collections::BTreeMap;
 
@@ -35,12 +35,13 @@ fn run<M: Module + Sync>(
         let y = forward(&model.chunks()[0], x.clone());
         let weighted = y.clone() * arbitrary(y.dims(), 2, &flex).autodiff();
         let mut gradients = weighted.sum().backward();
-        let mut flat = vec![0.0; model.num_elements()];
-        model.add_gradients(0, &mut gradients, &mut flat);
+        let mut flat = FlatBuffer::zeros(model.num_elements(), &flex);
+        model.sum_gradients(0, &mut gradients, &mut flat);
         let tp = &*rank.groups.tp.comm;
         grads::all_reduce_partial(&mut flat, model.params(), tp).expect("all ranks sum");
         let dx = x.grad(&gradients).expect("the input's gradient");
-        (host(y.inner()), host(dx), model.params().to_vec(), flat)
+        let (params, flat) = (model.params().to_vec(), flat.into_host());
+        (host(y.inner()), host(dx), params, flat)
     });
     let (y, dx, ..) = &ranks[0];
     for (other_y, other_dx, ..) in &ranks {

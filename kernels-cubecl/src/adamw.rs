@@ -1,11 +1,13 @@
 //! AdamW (Loshchilov & Hutter 2019) over flat buffers of f32: the master weights, both moments and, for the model, the
 //! weights rounded, in one pass.
 
+use crate::flat::Ranges;
 use burn::backend::Backend;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::DType;
+use burn::tensor::{DType, Slice};
+use rayon::prelude::*;
 
-/// One step's factors, the same for every element. The arithmetic is that of PyTorch's `AdamW`: decoupled decay first,
+/// One step's factors. The arithmetic is that of PyTorch's `AdamW`: decoupled decay first,
 /// then the step with both moments corrected for their bias.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWFactors {
@@ -18,12 +20,34 @@ pub struct AdamWFactors {
     /// The root of the second moment's.
     pub second_correction: f32,
     pub eps: f32,
-    /// What decay leaves of a weight.
+    /// What decay leaves of a weight that decays.
     pub keep: f32,
 }
 
-/// Updates weights and moments in place.
+/// Elements that one task takes.
+const CHUNK: usize = 1 << 14;
+
+/// Updates weights and moments in place, on all of the thread pool's threads.
 pub fn update(
+    values: &mut [f32],
+    gradients: &[f32],
+    first: &mut [f32],
+    second: &mut [f32],
+    factors: AdamWFactors,
+) {
+    let moments = first
+        .par_chunks_mut(CHUNK)
+        .zip(second.par_chunks_mut(CHUNK));
+    let all = values
+        .par_chunks_mut(CHUNK)
+        .zip(gradients.par_chunks(CHUNK));
+    all.zip(moments)
+        .for_each(|((values, gradients), (first, second))| {
+            update_chunk(values, gradients, first, second, factors);
+        });
+}
+
+fn update_chunk(
     values: &mut [f32],
     gradients: &[f32],
     first: &mut [f32],
@@ -45,6 +69,7 @@ pub(crate) fn reference<B: Backend>(
     [values, first, second]: [FloatTensor<B>; 3],
     gradients: FloatTensor<B>,
     f: &AdamWFactors,
+    decayed: &Ranges,
     dtype: DType,
 ) -> ([FloatTensor<B>; 3], FloatTensor<B>) {
     let times = |x: FloatTensor<B>, factor: f32| B::float_mul_scalar(x, factor.into());
@@ -55,7 +80,12 @@ pub(crate) fn reference<B: Backend>(
     let denominator = times(B::float_sqrt(second.clone()), 1.0 / f.second_correction);
     let denominator = B::float_add_scalar(denominator, f.eps.into());
     let step = times(B::float_div(first.clone(), denominator), f.step_size);
-    let values = B::float_sub(times(values, f.keep), step);
+    let kept = decayed.iter().fold(values, |values, range| {
+        let slice = [Slice::from(range)];
+        let kept = times(B::float_slice(values.clone(), &slice), f.keep);
+        B::float_slice_assign(values, &slice, kept)
+    });
+    let values = B::float_sub(kept, step);
     let weights = B::float_cast(values.clone(), dtype.into());
     ([values, first, second], weights)
 }

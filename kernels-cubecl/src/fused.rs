@@ -3,14 +3,15 @@
 use crate::adamw::AdamWFactors;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
+use crate::flat::{self, Part, Ranges};
 use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
-use crate::linear;
 use crate::rotary::{Heads, RotaryTable};
-use crate::{adamw, widened};
+use crate::{adamw, linear, widened};
 use burn::backend::Backend;
 use burn::backend::tensor::{Device, FloatTensor, IntTensor};
 use burn::tensor::DType;
+use std::ops::Range;
 
 /// Fused kernels of a backend, for the types that it says. Forwards return what their backwards need beside the
 /// input.
@@ -124,15 +125,30 @@ pub trait Fused: Backend {
     /// `[.., n] -> [n]`: the sum over rows.
     fn fused_column_sums(x: FloatTensor<Self>) -> FloatTensor<Self>;
 
+    /// Adds each part, of any float type, to its elements of the flat buffer `sums [n]`; in place where nobody else
+    /// holds it.
+    fn fused_gather(
+        sums: FloatTensor<Self>,
+        parts: Vec<Part<FloatTensor<Self>>>,
+    ) -> FloatTensor<Self> {
+        flat::gather_reference::<Self>(sums, parts)
+    }
+
+    /// The elements of the flat buffer in each of the ranges.
+    fn fused_scatter(flat: FloatTensor<Self>, ranges: &[Range<usize>]) -> Vec<FloatTensor<Self>> {
+        flat::scatter_reference::<Self>(flat, ranges)
+    }
+
     /// A step of AdamW on flat buffers of f32, `[n]` each: weights and both moments (`state`), in place where nobody
-    /// else holds them; and the weights rounded to `dtype`.
+    /// else holds them; and the weights rounded to `dtype`. Weights decay in the ranges alone.
     fn fused_adamw(
         state: [FloatTensor<Self>; 3],
         gradients: FloatTensor<Self>,
         factors: &AdamWFactors,
+        decayed: &Ranges,
         dtype: DType,
     ) -> ([FloatTensor<Self>; 3], FloatTensor<Self>) {
-        adamw::reference::<Self>(state, gradients, factors, dtype)
+        adamw::reference::<Self>(state, gradients, factors, decayed, dtype)
     }
 
     /// `Σ x²`, `[1]` in f32.

@@ -18,6 +18,7 @@ pub mod adamw;
 pub mod attention;
 pub mod dropout_add;
 pub mod embedding;
+pub mod flat;
 pub mod gelu;
 pub mod head_loss;
 pub mod layer_norm;

@@ -5,6 +5,7 @@ use crate::adamw::AdamWFactors;
 use crate::attention::{AttentionOptions, causal_attention};
 use crate::dropout::{AttentionDropout, AttentionHeads, HiddenKeep, Keep};
 use crate::dropout_add::{dropout, dropout_add};
+use crate::flat::{self, Ranges};
 use crate::gelu::{GeluApproximation, bias_gelu, gelu};
 use crate::head_loss::{HeadShard, Reduce};
 use crate::layer_norm::layer_norm;
@@ -89,6 +90,20 @@ pub(crate) fn cube_devices() -> Vec<(Device, Kernels, DType, f64)> {
         all.push((Device::cpu(), Kernels::Fused, dtype, bound));
     }
     all
+}
+
+/// The same devices for tensors of their backend, with the 16-bit type of each.
+#[cfg(any(feature = "wgpu", feature = "cpu"))]
+fn cubes() -> Vec<(burn_cubecl::CubeDevice, DType)> {
+    vec![
+        #[cfg(feature = "wgpu")]
+        (
+            burn_cubecl::CubeDevice::Wgpu(Default::default()),
+            DType::F16,
+        ),
+        #[cfg(feature = "cpu")]
+        (burn_cubecl::CubeDevice::Cpu, DType::BF16),
+    ]
 }
 
 /// `‖got - want‖ / ‖want‖`
@@ -333,12 +348,14 @@ fn host_of<B: Backend>(x: FloatTensor<B>) -> Vec<f64> {
 /// Buffers of a vector's length and of none, beside PyTorch's formula in f64.
 #[test]
 fn flat_buffers() {
-    flat_buffers_on::<Flex>(&Default::default());
-    #[cfg(feature = "wgpu")]
-    flat_buffers_on::<burn::backend::Cube>(&burn_cubecl::CubeDevice::Wgpu(Default::default()));
+    flat_buffers_on::<Flex>(&Default::default(), DType::F16);
+    #[cfg(any(feature = "wgpu", feature = "cpu"))]
+    for (device, narrow) in cubes() {
+        flat_buffers_on::<burn::backend::Cube>(&device, narrow);
+    }
 }
 
-fn flat_buffers_on<B: Fused>(device: &B::Device) {
+fn flat_buffers_on<B: Fused>(device: &B::Device, narrow: DType) {
     let (lr, decay, eps, step) = (0.1f64, 0.01, 1e-8, 3);
     let corrections = [0.9f64, 0.95].map(|beta| 1.0 - beta.powi(step));
     let factors = AdamWFactors {
@@ -350,7 +367,11 @@ fn flat_buffers_on<B: Fused>(device: &B::Device) {
         eps: eps as f32,
         keep: (1.0 - lr * decay) as f32,
     };
+    // Runs that begin inside of a vector, one after another.
+    let decays = |i: usize| !(2..5).contains(&i) && !(6..4095).contains(&i);
     for n in [1, 7, 4096, 40_001] {
+        let decayed = (0..n).filter(|i| decays(*i)).map(|i| i..i + 1);
+        let decayed = Ranges::ascending(decayed);
         let mut buffers = [1, 2, 3, 4].map(|salt| arbitrary([1, 1, n], salt));
         buffers[2].iter_mut().for_each(|v| *v = v.abs());
         let tensor =
@@ -370,17 +391,78 @@ fn flat_buffers_on<B: Fused>(device: &B::Device) {
             m[i] = 0.9 * m[i] + 0.1 * g;
             v[i] = 0.95 * v[i] + 0.05 * g * g;
             let denominator = (v[i] / corrections[1]).sqrt() + eps;
-            w[i] = w[i] * (1.0 - lr * decay) - lr * (m[i] / corrections[0]) / denominator;
+            let keep = match decays(i) {
+                true => 1.0 - lr * decay,
+                false => 1.0,
+            };
+            w[i] = w[i] * keep - lr * (m[i] / corrections[0]) / denominator;
         }
         // The weights are held elsewhere as well: they must not change there.
         let kept = values.clone();
         let state = [values, first, second];
-        let (state, weights) = B::fused_adamw(state, gradients, &factors, DType::F16);
-        assert_eq!(weights.dtype(), DType::F16);
+        let (state, weights) = B::fused_adamw(state, gradients, &factors, &decayed, narrow);
+        assert_eq!(weights.dtype(), narrow);
         assert_eq!(host_of::<B>(kept), exact(&buffers[0]));
-        assert!(distance(&host_of::<B>(weights), &w) < 1e-3);
+        assert!(distance(&host_of::<B>(weights), &w) < 4e-3);
         for (got, want) in state.into_iter().zip([w, m, v]) {
             assert!(distance(&host_of::<B>(got), &want) < 1e-6);
+        }
+    }
+}
+
+/// Tensors of both types, more than one launch takes, to a buffer and back.
+#[test]
+fn gathers_and_scatters() {
+    gathers_and_scatters_on(&Device::flex(), DType::BF16);
+    let narrow = cube_devices()
+        .into_iter()
+        .filter(|(_, _, dtype, _)| *dtype != DType::F32);
+    for (device, _, narrow, _) in narrow {
+        gathers_and_scatters_on(&device, narrow);
+    }
+}
+
+fn gathers_and_scatters_on(device: &Device, narrow: DType) {
+    let mut want: Vec<f32> = (0..30_000).map(|i| (i % 1000) as f32).collect();
+    let sums = Tensor::<1>::from_data(TensorData::new(want.clone(), [want.len()]), device);
+    let (mut parts, mut ranges, mut start) = (Vec::new(), Vec::new(), 3);
+    for i in 0..70 {
+        // Software Vulkan loses what is written to a buffer of two bytes.
+        let (single, short) = (i < 40, if i < 40 { 1 } else { 2 });
+        let len = [short, 4096, 0, 5000, 33][i % 5];
+        let len = match start + len + 140 > want.len() {
+            true => short,
+            false => len,
+        };
+        let values: Vec<f32> = (0..len).map(|at| (1 + i + at % 7) as f32).collect();
+        let range = start..start + len;
+        let pairs = want[range.clone()].iter_mut().zip(&values);
+        pairs.for_each(|(want, value)| *want += value);
+        let tensor = Tensor::<1>::from_data(TensorData::new(values, [len]), device);
+        let tensor = match single {
+            true => tensor,
+            false => tensor.cast(narrow),
+        };
+        parts.push(flat::Part { tensor, start });
+        start = range.end + i % 2;
+        ranges.push(range);
+    }
+    let held = sums.clone();
+    let sums = flat::gather(sums, parts);
+    let host = |x: Tensor<1>| x.into_data().iter::<f32>().collect::<Vec<_>>();
+    let sum = host(sums.clone());
+    let wrong = (0..want.len()).find(|at| sum[*at] != want[*at]);
+    assert_eq!(wrong, None);
+    assert_eq!(host(held)[..5], [0.0, 1.0, 2.0, 3.0, 4.0]);
+    let parts = flat::scatter(sums.clone(), &ranges);
+    for (part, range) in parts.into_iter().zip(&ranges) {
+        assert_eq!(host(part), want[range.clone()], "{range:?}");
+    }
+    let halves = flat::scatter(sums.cast(narrow), &ranges[1..4]);
+    for (half, range) in halves.into_iter().zip(&ranges[1..4]) {
+        assert_eq!(half.dtype(), narrow);
+        for (got, want) in host(half.cast(DType::F32)).iter().zip(&want[range.clone()]) {
+            assert!((got - want).abs() <= want * 2f32.powi(-8));
         }
     }
 }
@@ -389,8 +471,10 @@ fn flat_buffers_on<B: Fused>(device: &B::Device) {
 #[test]
 fn head_losses() {
     head_losses_on::<Flex>(&Default::default());
-    #[cfg(feature = "wgpu")]
-    head_losses_on::<burn::backend::Cube>(&burn_cubecl::CubeDevice::Wgpu(Default::default()));
+    #[cfg(any(feature = "wgpu", feature = "cpu"))]
+    for (device, _) in cubes() {
+        head_losses_on::<burn::backend::Cube>(&device);
+    }
 }
 
 fn head_losses_on<B: Fused<Device: Sync>>(device: &B::Device) {

@@ -5,9 +5,10 @@ use crate::Precision;
 use crate::comm::{Communicator, ReduceOp, Values, ValuesMut};
 use crate::error::{Result, Violation};
 use crate::launch::ProcessGroups;
-use crate::shard::{ParamRecord, ShardedModel};
+use crate::shard::{FlatBuffer, ParamRecord, ShardedModel};
 use burn::module::Module;
 use burn::tensor::bf16;
+use burn_megatron_kernels::flat::Ranges;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -201,16 +202,20 @@ impl DataParallel {
     /// If another rank fails.
     pub fn squares(
         &self,
-        gradients: &[f32],
+        gradients: &FlatBuffer,
         params: &[ParamRecord],
         groups: &ProcessGroups,
     ) -> Result<SumOfSquares> {
         let parts = self.owned.parts().iter();
         let mine = parts.filter(|part| params[part.param].counts_at(groups));
-        let mine = mine.map(|part| SumOfSquares::of(&gradients[part.flat.clone()]));
+        let mine = mine.map(|part| part.flat.clone());
+        let mine: SumOfSquares = match gradients {
+            FlatBuffer::Host(values) => mine.map(|range| SumOfSquares::of(&values[range])).sum(),
+            FlatBuffer::Device(values) => SumOfSquares::of_ranges(values, &Ranges::ascending(mine)),
+        };
         match self.config.use_distributed_optimizer {
-            true => mine.sum::<SumOfSquares>().all_reduce(&*groups.dp.comm),
-            false => Ok(mine.sum()),
+            true => mine.all_reduce(&*groups.dp.comm),
+            false => Ok(mine),
         }
     }
 

@@ -16,7 +16,7 @@ pub use overlap::{OverlappedGather, OverlappedReduce};
 use crate::comm::{Communicator, ReduceOp};
 use crate::error::Result;
 use crate::launch::ProcessGroups;
-use crate::shard::ParamRecord;
+use crate::shard::{FlatBuffer, ParamRecord};
 
 /// Keeps clipping finite for a norm of 0, as Megatron's `1e-6`.
 const NORM_EPSILON: f64 = 1e-6;
@@ -24,38 +24,40 @@ const NORM_EPSILON: f64 = 1e-6;
 /// Sums the gradients of what the first and the last pipeline stage both hold, over these two: the elements
 /// that this rank owns, which are the same on both. Nothing to do on the ranks between them.
 pub fn all_reduce_tied(
-    gradients: &mut [f32],
+    gradients: &mut FlatBuffer,
     params: &[ParamRecord],
     owned: &Owned,
     embedding: &dyn Communicator,
 ) -> Result<()> {
+    if embedding.size() == 1 {
+        return Ok(());
+    }
     let parts = owned.parts().iter();
     let tied = parts.filter(|part| params[part.param].spec.tied_over_stages);
-    tied.map(|part| part.flat.clone())
-        .try_for_each(|range| embedding.all_reduce(&mut gradients[range], ReduceOp::Sum))
+    tied.map(|part| part.flat.clone()).try_for_each(|range| {
+        gradients.change(range, |part| embedding.all_reduce(part, ReduceOp::Sum))
+    })
 }
 
 /// Sums over the tensor-parallel group the gradients of the replicated parameters of which each rank computes
 /// a part (Megatron's `_allreduce_non_tensor_model_parallel_grads`), in one call. They are few: a rank sums
 /// those that it does not own as well.
 pub fn all_reduce_partial(
-    gradients: &mut [f32],
+    gradients: &mut FlatBuffer,
     params: &[ParamRecord],
     tp: &dyn Communicator,
 ) -> Result<()> {
-    let partial = || params.iter().filter(|param| param.spec.partial_gradient);
-    let mut packed: Vec<f32> = partial()
-        .flat_map(|param| &gradients[param.range.clone()])
-        .copied()
-        .collect();
-    if tp.size() == 1 || packed.is_empty() {
+    let partial = params.iter().filter(|param| param.spec.partial_gradient);
+    let partial: Vec<_> = partial.map(|param| param.range.clone()).collect();
+    if tp.size() == 1 || partial.is_empty() {
         return Ok(());
     }
+    let mut packed = gradients.slices(&partial).into_host();
     tp.all_reduce(&mut packed, ReduceOp::Sum)?;
     let mut rest = &packed[..];
-    for param in partial() {
-        let (sums, later) = rest.split_at(param.range.len());
-        gradients[param.range.clone()].copy_from_slice(sums);
+    for range in partial {
+        let (sums, later) = rest.split_at(range.len());
+        gradients.change(range, |part| part.copy_from_slice(sums));
         rest = later;
     }
     Ok(())

@@ -2,6 +2,8 @@
 
 use crate::comm::{Communicator, all_gather_values};
 use crate::error::Result;
+use burn::tensor::{Slice, Tensor};
+use burn_megatron_kernels::flat::{self, Ranges};
 use rayon::prelude::*;
 use std::iter::Sum;
 use std::ops::Add;
@@ -24,6 +26,26 @@ impl SumOfSquares {
         // Each chunk's sum is of its own elements in their own order, whoever computes it.
         let chunks = values.par_chunks(CHUNK).map(of_chunk);
         chunks.collect::<Vec<_>>().into_iter().sum()
+    }
+
+    /// Of the elements of a tensor in each of the ranges, added up there in f32.
+    pub fn of_ranges(values: &Tensor<1>, ranges: &Ranges) -> Self {
+        let sums = ranges.iter().map(|range| {
+            let part = match range.len() == values.dims()[0] {
+                true => values.clone(),
+                false => values.clone().slice([Slice::from(range)]),
+            };
+            flat::square_sum(part)
+        });
+        let sums: Vec<Tensor<1>> = sums.collect();
+        if sums.is_empty() {
+            return SumOfSquares::default();
+        }
+        let sums = Tensor::cat(sums, 0).into_data();
+        let sums = sums
+            .iter::<f64>()
+            .map(|high| SumOfSquares { high, low: 0.0 });
+        sums.sum()
     }
 
     /// The sum over a group, the same on every rank.
@@ -103,6 +125,19 @@ mod tests {
             let values: Vec<f32> = (0..len).map(|i| i as f32).collect();
             let want: f64 = (0..len).map(|i| (i * i) as f64).sum();
             assert_eq!(SumOfSquares::of(&values).value(), want);
+        }
+    }
+
+    #[test]
+    fn a_tensors_ranges_are_summed() {
+        let values: Vec<f32> = (0..5000).map(|i| (i % 7) as f32).collect();
+        let tensor = crate::shard::upload(values.clone(), &burn::tensor::Device::flex());
+        for bounds in [&[0, 5000][..], &[1, 3, 3, 70, 4000, 5000], &[]] {
+            let ranges = bounds.chunks(2).map(|range| range[0]..range[1]);
+            let parts = ranges.clone().map(|range| SumOfSquares::of(&values[range]));
+            let want: SumOfSquares = parts.sum();
+            let got = SumOfSquares::of_ranges(&tensor, &Ranges::ascending(ranges));
+            assert_eq!(got.value(), want.value());
         }
     }
 

@@ -8,6 +8,6 @@ mod weight_decay;
 
 pub use config::{OptimizerConfig, OptimizerKind};
 pub use mixed_precision::{LossScale, LossScaler, MixedPrecisionConfig};
-pub use optimizer::{AdamWConfig, Optimizer, Rule, SgdConfig};
+pub use optimizer::{AdamWConfig, Optimizer, Rule, SgdConfig, StepFactors};
 pub use schedule::{LrDecayStyle, LrSchedule, LrScheduleConfig, Warmup, WsdDecayStyle};
 pub use weight_decay::{WeightDecayIncrStyle, WeightDecaySchedule};

@@ -6,11 +6,14 @@
 //! is attached to tensors.
 
 mod builder;
+mod flat;
 mod model;
 mod spec;
 mod weights;
 
 pub use builder::ParallelBuilder;
+pub use flat::FlatBuffer;
+pub(crate) use flat::upload;
 pub use model::{ParamRecord, ShardedModel};
 pub(crate) use model::{add, f32s, host_data};
 pub use spec::{Init, ParamSpec, Sharding};

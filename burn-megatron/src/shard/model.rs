@@ -1,12 +1,13 @@
 //! A rank's model with the record of every parameter, in one flat order.
 
-use super::{FullWeights, Init, ParallelBuilder, ParamSpec, Sharding};
+use super::{FlatBuffer, FullWeights, Init, ParallelBuilder, ParamSpec, Sharding};
 use crate::Precision;
 use crate::comm::{all_gather_bytes, all_gather_values};
 use crate::error::{ErrorKind, Result};
 use crate::launch::{ProcessGroups, RankContext};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, FloatDType, Gradients, Tensor, TensorData};
+use burn_megatron_kernels::flat::{self, Part};
 use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -196,6 +197,24 @@ impl<M: Module> ShardedModel<M> {
         }
     }
 
+    /// Replaces all parameters by their elements of `flat`, a tensor of the model's type on its device. No value
+    /// visits the host.
+    ///
+    /// # Panics
+    /// If `flat` is not as long as the parameters.
+    pub fn set_values_on_device(&mut self, flat: Tensor<1>) {
+        assert_eq!(
+            flat.dims()[0],
+            self.num_elements(),
+            "one value per parameter element"
+        );
+        let ranges: Vec<_> = self.params.iter().map(|p| p.range.clone()).collect();
+        let mut give = Give(flat::scatter(flat, &ranges).into_iter());
+        for chunk in &mut self.chunks {
+            *chunk = chunk.clone().map(&mut give);
+        }
+    }
+
     /// The place of a chunk's first parameter among all.
     pub(crate) fn first_param(&self, chunk: usize) -> usize {
         self.places[chunk].start
@@ -209,7 +228,27 @@ impl<M: Module> ShardedModel<M> {
     }
 
     /// Adds the gradients of one backward pass over one of the chunks to `sums`, the flat buffer of
-    /// them all, and frees them. Parameters without a gradient add nothing.
+    /// them all, where it lies, and frees them. Parameters without a gradient add nothing.
+    pub fn sum_gradients(&self, chunk: usize, gradients: &mut Gradients, sums: &mut FlatBuffer) {
+        // Taken, so that nobody else holds the buffer and it is changed in place.
+        let held = match std::mem::take(sums) {
+            FlatBuffer::Host(mut host) => {
+                self.add_gradients(chunk, gradients, &mut host);
+                *sums = FlatBuffer::Host(host);
+                return;
+            }
+            FlatBuffer::Device(held) => held,
+        };
+        let mut collect = CollectGradients {
+            params: self.params[self.places[chunk].clone()].iter(),
+            gradients,
+            parts: Vec::new(),
+        };
+        self.chunks[chunk].visit(&mut collect);
+        *sums = FlatBuffer::Device(flat::gather(held, collect.parts));
+    }
+
+    /// The same for sums on the host.
     pub fn add_gradients(&self, chunk: usize, gradients: &mut Gradients, sums: &mut [f32]) {
         assert_eq!(
             sums.len(),
@@ -363,6 +402,36 @@ impl ModuleVisitor for AddGradients<'_> {
         };
         let data = host_data(gradient);
         add(&mut self.sums[record.range.clone()], f32s(&data));
+    }
+}
+
+/// Gives parameters their values.
+struct Give(std::vec::IntoIter<Tensor<1>>);
+
+impl ModuleMapper for Give {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, old, mapper) = param.consume();
+        let value = self.0.next().expect("one value for each parameter");
+        let value = value.reshape(old.dims()).autodiff();
+        Param::from_mapped_value(id, value.require_grad(), mapper)
+    }
+}
+
+struct CollectGradients<'a> {
+    params: std::slice::Iter<'a, ParamRecord>,
+    gradients: &'a mut Gradients,
+    parts: Vec<Part<Tensor<1>>>,
+}
+
+impl ModuleVisitor for CollectGradients<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let record = self.params.next().expect(IN_ORDER);
+        if let Some(gradient) = param.val().grad_remove(self.gradients) {
+            self.parts.push(Part {
+                tensor: gradient.reshape([record.range.len()]),
+                start: record.range.start,
+            });
+        }
     }
 }
 

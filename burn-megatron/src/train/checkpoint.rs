@@ -6,9 +6,8 @@ use crate::error::{ErrorKind, Result};
 use crate::grads::OwnedPart;
 use crate::models::Stage;
 use crate::optim::LossScaler;
-use crate::shard::ParamRecord;
+use crate::shard::{FlatBuffer, ParamRecord};
 use serde_json::Value;
-use std::borrow::Cow;
 use std::ops::Range;
 
 /// What is taken from a checkpoint beside the weights, under the names of Megatron's flags.
@@ -45,7 +44,7 @@ impl<M: Stage> Trainer<M> {
             let param = &params[part.param];
             writes && param.counts_at(groups)
         });
-        let weights = std::iter::once((Kind::Weight, &self.values[..]));
+        let weights = std::iter::once((Kind::Weight, self.values.host()));
         let values = weights.chain(self.optimizer.state());
         Snapshot {
             progress: self.progress(),
@@ -57,9 +56,7 @@ impl<M: Stage> Trainer<M> {
                 use_distributed_optimizer: distributed,
             },
             run,
-            values: values
-                .map(|(kind, values)| (kind, Cow::Borrowed(values)))
-                .collect(),
+            values: values.collect(),
             parts: mine
                 .map(|part| SnapshotPart {
                     name: params[part.param].name.clone(),
@@ -86,11 +83,13 @@ impl<M: Stage> Trainer<M> {
             return Err(ErrorKind::Weights { path, problems }.into());
         }
         let owned = self.data_parallel.owned();
-        let read = |kind, packed: &mut [f32]| -> Result<()> {
-            owned.parts().iter().try_for_each(|part| {
-                let param = &params[part.param];
-                let out = &mut packed[part.packed.clone()];
-                checkpoint.read(kind, &param.name, &param.spec, &within(part, param), out)
+        let read = |kind, buffer: &mut FlatBuffer| -> Result<()> {
+            buffer.change(0..owned.len(), |packed| {
+                owned.parts().iter().try_for_each(|part| {
+                    let param = &params[part.param];
+                    let out = &mut packed[part.packed.clone()];
+                    checkpoint.read(kind, &param.name, &param.spec, &within(part, param), out)
+                })
             })
         };
         read(Kind::Weight, &mut self.values)?;
@@ -117,7 +116,7 @@ impl<M: Stage> Trainer<M> {
             self.skipped_iterations = skipped_iterations;
             self.skipped_samples = skipped_samples;
         }
-        self.publish_values()
+        self.publish_values(None)
     }
 }
 

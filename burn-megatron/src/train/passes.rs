@@ -9,7 +9,7 @@ use crate::grads::OverlappedReduce;
 use crate::memory::MemoryAccount;
 use crate::models::{Stage, StageInput};
 use crate::pipeline::{Kind, Schedule, Work};
-use crate::shard::ShardedModel;
+use crate::shard::{FlatBuffer, ShardedModel};
 use crate::topology::PipelineShape;
 use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
 use std::collections::HashMap;
@@ -46,7 +46,7 @@ struct Graph {
 
 /// Where gradients are summed over the step's microbatches, in flat order.
 pub(super) enum GradientSums<'a> {
-    Here(&'a mut [f32]),
+    Here(&'a mut FlatBuffer),
     /// And from where they leave bucket by bucket.
     Leaving(OverlappedReduce),
 }
@@ -197,7 +197,7 @@ impl<M: Stage> Work for Passes<'_, M> {
             (End::Output(_), None) => unreachable!("all stages but the last receive a gradient"),
         };
         match &mut self.gradients {
-            GradientSums::Here(sums) => self.model.add_gradients(chunk, &mut gradients, sums),
+            GradientSums::Here(sums) => self.model.sum_gradients(chunk, &mut gradients, sums),
             // The last ones were added as they came.
             GradientSums::Leaving(reduce) if self.last_backward[&stage] != microbatch => {
                 reduce.with_sums(|sums| self.model.add_gradients(chunk, &mut gradients, sums));

@@ -11,12 +11,12 @@ use crate::launch::RankContext;
 use crate::layers::LayerSpec;
 use crate::models::Stage;
 use crate::models::gpt::GptModel;
-use crate::optim::{LossScaler, Optimizer};
+use crate::optim::{LossScaler, Optimizer, StepFactors};
 use crate::pipeline::{self, Schedule, Span};
-use crate::shard::{FullWeights, ParallelBuilder, ShardedModel};
+use crate::shard::{FlatBuffer, FullWeights, ParallelBuilder, ShardedModel};
 use crate::topology::nearest::multiples;
 use burn::module::Module;
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
@@ -53,9 +53,9 @@ pub struct Trainer<M = GptModel> {
     pub(super) data_parallel: Arc<DataParallel>,
     pub(super) optimizer: Optimizer,
     /// The optimizer's copy of the parameters that this rank owns, packed.
-    pub(super) values: Vec<f32>,
-    /// Sums over the step's microbatches, in flat order; between steps the parameters.
-    gradients: Vec<f32>,
+    pub(super) values: FlatBuffer,
+    /// Sums over the step's microbatches, in flat order; between steps, on the host, the parameters.
+    gradients: FlatBuffer,
     pub(super) iteration: usize,
     /// Samples of all steps so far, over all ranks.
     pub(super) consumed_samples: u64,
@@ -153,10 +153,13 @@ impl<M: Stage> Trainer<M> {
         let data_parallel = DataParallel::new(config.data_parallel, &model, dp);
         let (optimizer, optimizer_bytes) = rank.memory.measure(|| {
             let owned = data_parallel.owned();
-            let optimizer = Optimizer::new(config.optimizer.rule(), params, owned);
-            (optimizer, owned.pack(&model.values()))
+            let rule = config.optimizer.rule();
+            let optimizer = Optimizer::new(rule, params, owned, &rank.device);
+            let values = owned.pack(&model.values());
+            (optimizer, FlatBuffer::new(values, &rank.device))
         });
-        let (gradients, gradient_bytes) = rank.memory.measure(|| vec![0.0; model.num_elements()]);
+        let zeros = || FlatBuffer::zeros(model.num_elements(), &rank.device);
+        let (gradients, gradient_bytes) = rank.memory.measure(zeros);
         let measured = || {
             Some(RankMemory {
                 weights: model.allocated()?,
@@ -243,10 +246,14 @@ impl<M: Stage> Trainer<M> {
         if !overflow {
             let clip = grads::clip_coefficient(norm, self.config.optimizer.clip_grad);
             let weight_decay = self.config.weight_decay.weight_decay(scheduled);
-            let (values, gradients) = (&mut self.values, &self.gradients);
-            let scale = average * clip;
-            (self.optimizer).step(values, gradients, scale, learning_rate, weight_decay);
-            self.publish_values()?;
+            let step = StepFactors {
+                grad_scale: average * clip,
+                lr: learning_rate,
+                weight_decay,
+            };
+            let (values, precision) = (&mut self.values, self.model.precision());
+            let rounded = (self.optimizer).step(values, &self.gradients, step, precision);
+            self.publish_values(rounded)?;
         } else {
             self.skipped_iterations += 1;
             self.skipped_samples += samples as u64;
@@ -274,11 +281,12 @@ impl<M: Stage> Trainer<M> {
         let groups = &self.context.groups;
         let device = self.context.device.clone();
         let step = self.step(microbatches, &self.schedule, &device, true);
-        self.gradients.fill(0.0);
+        self.gradients.clear();
         let overlaps = self.config.data_parallel.overlap_grad_reduce;
         let background = self.background.as_ref().filter(|_| overlaps);
         let leaving = background.map(|background| {
-            let (sums, params) = (std::mem::take(&mut self.gradients), self.model.params());
+            let sums = std::mem::take(&mut self.gradients).into_host();
+            let params = self.model.params();
             let dp = &groups.dp.comm;
             OverlappedReduce::new(&self.data_parallel, params, sums, background, dp)
         });
@@ -302,8 +310,13 @@ impl<M: Stage> Trainer<M> {
         let arriving = self.arriving.take();
         arriving.map_or(Ok(()), OverlappedGather::finish)?;
         match leaving {
-            Some(leaving) => self.gradients = leaving.finish()?,
-            None => (self.data_parallel).reduce(&mut self.gradients, &*groups.dp.comm)?,
+            Some(leaving) => self.gradients = FlatBuffer::new(leaving.finish()?, &device),
+            None if groups.dp.comm.size() == 1 => {}
+            None => self
+                .gradients
+                .change(0..self.model.num_elements(), |sums| {
+                    self.data_parallel.reduce(sums, &*groups.dp.comm)
+                })?,
         }
         Ok(loss)
     }
@@ -367,7 +380,7 @@ impl<M: Stage> Trainer<M> {
     fn not_finite(&self, norm: f64) -> Error {
         let parts = self.data_parallel.owned().parts().iter();
         let mut broken = parts.filter(|part| {
-            let gradients = &self.gradients[part.flat.clone()];
+            let gradients = self.gradients.part(part.flat.clone());
             gradients.iter().any(|gradient| !gradient.is_finite())
         });
         let whose = match broken.next() {
@@ -412,23 +425,39 @@ impl<M: Stage> Trainer<M> {
             .map_or(Ok(()), OverlappedGather::finish)
     }
 
-    /// Gives the model the values that the ranks of the data-parallel group own. Between steps the
-    /// gradients are used up: their buffer takes the parameters.
-    pub(super) fn publish_values(&mut self) -> Result<()> {
+    /// Gives the model the values that the ranks of the data-parallel group own: `rounded` holds those of this rank in
+    /// the model's type, if the device has made them.
+    pub(super) fn publish_values(&mut self, rounded: Option<Tensor<1>>) -> Result<()> {
         let dp = &self.context.groups.dp.comm;
         if let (Some(background), true) = (
             &self.background,
             self.config.data_parallel.overlap_param_gather,
         ) {
-            let (packed, data_parallel) = (&self.values, &self.data_parallel);
-            let arriving = OverlappedGather::start(data_parallel, packed, background, dp);
+            let (packed, data_parallel) = (self.values.host(), &self.data_parallel);
+            let arriving = OverlappedGather::start(data_parallel, &packed, background, dp);
             self.model
                 .map_chunks(|chunk, params| arriving.give(chunk, params));
             self.arriving = Some(arriving);
             return Ok(());
         }
-        let parameters = &mut self.gradients;
-        self.data_parallel.gather(&self.values, parameters, &**dp)?;
+        let owns_all = self.values.len() == self.model.num_elements();
+        if let (FlatBuffer::Device(values), true) = (&self.values, owns_all) {
+            let round = || values.clone().cast(self.model.precision().float_dtype());
+            let rounded = rounded.unwrap_or_else(round);
+            self.model.set_values_on_device(rounded);
+            return Ok(());
+        }
+        // Between steps the gradients are used up: their buffer takes the parameters.
+        let packed = self.values.host();
+        let mut spare = Vec::new();
+        let parameters = match &mut self.gradients {
+            FlatBuffer::Host(gradients) => gradients,
+            FlatBuffer::Device(_) => {
+                spare.resize(self.model.num_elements(), 0.0);
+                &mut spare
+            }
+        };
+        self.data_parallel.gather(&packed, parameters, &**dp)?;
         self.model.set_values(parameters);
         Ok(())
     }

@@ -1,14 +1,71 @@
-//! Passes over flat buffers: AdamW, and the sum of squares that a norm is made of.
+//! Passes over flat buffers: gradients of many tensors added to one and weights given back to them, AdamW, and the sum
+//! of squares that a norm is made of.
 
 use super::sum::{cube_sum, finished};
 use super::{
-    UNITS, Units, addresses, contiguous, elem, empty, owned, reshaped, unit_each, vector_size,
+    UNITS, Units, addresses, contiguous, cubes, elem, empty, owned, reshaped, unit_each,
+    vector_size,
 };
 use crate::adamw::AdamWFactors;
+use crate::flat::{Part, Ranges};
 use burn::backend::TensorMetadata;
-use burn::tensor::DType;
+use burn::backend::ops::IntTensorOps;
+use burn::tensor::{DType, TensorData};
+use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
+use std::ops::Range;
+
+/// Elements that a cube moves.
+const TILE: usize = 16 * UNITS;
+/// Tensors of one launch, where the device takes so many.
+const TENSORS: usize = 32;
+
+/// What moves between a flat buffer and tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Move {
+    /// The tensors' values are added to the buffer's.
+    Gather,
+    /// The buffer's values go to the tensors.
+    Scatter,
+}
+
+/// Tensors, the first element of each in the buffer, and the end of its tiles among all.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn move_parts<A: Float, F: Float>(
+    flat: &mut [A],
+    tensors: &mut Sequence<Box<[F]>>,
+    starts: &Sequence<usize>,
+    lengths: &Sequence<usize>,
+    ends: &Sequence<usize>,
+    #[comptime] which: Move,
+    #[comptime] units: usize,
+    #[define(A, F)] _dtypes: [ElemType; 2],
+) {
+    let tile = CUBE_POS;
+    let count = comptime!(ends.len());
+    #[unroll]
+    for i in 0..count {
+        let mut first = 0usize;
+        if comptime!(i > 0) {
+            first = ends[comptime!(if i > 0 { i - 1 } else { 0 })];
+        }
+        if tile >= first && tile < ends[i] {
+            let tensor = tensors.index_mut(i);
+            let length = lengths[i];
+            let start = starts[i];
+            let mut at = (tile - first) * TILE + UNIT_POS as usize;
+            let end = min(at + TILE - UNIT_POS as usize, length);
+            while at < end {
+                match comptime!(which) {
+                    Move::Gather => flat[start + at] += A::cast_from(tensor[at]),
+                    Move::Scatter => tensor[at] = F::cast_from(flat[start + at]),
+                }
+                at += units;
+            }
+        }
+    }
+}
 
 /// [`AdamWFactors`] on a device.
 #[derive(CubeType, CubeLaunch, Clone)]
@@ -31,18 +88,41 @@ fn adamw_step<F: Float, N: Size>(
     second: &mut [Vector<f32, N>],
     gradients: &[Vector<f32, N>],
     weights: &mut [Vector<F, N>],
+    bounds: &[u32],
     f: &Factors,
     vectors: usize,
+    known: usize,
     #[define(F)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < vectors {
         let at = ABSOLUTE_POS;
+        let width = N::value();
+        // Bounds at or before the first element.
+        let element = (at * width) as u32;
+        let mut low = 0usize;
+        let mut high = known;
+        while low < high {
+            let middle = (low + high) / 2;
+            if bounds[middle] <= element {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        let mut keep = Vector::<f32, N>::new(1.0f32);
+        #[unroll]
+        for lane in 0..width {
+            while low < known && bounds[low] <= element + lane as u32 {
+                low += 1;
+            }
+            keep.insert(lane, select(low % 2 == 1, f.keep, 1.0f32));
+        }
         let g = gradients[at] * Vector::new(f.grad_scale);
         let m = first[at] * Vector::new(f.beta1) + g * Vector::new(f.beta1_rest);
         let v = second[at] * Vector::new(f.beta2) + g * g * Vector::new(f.beta2_rest);
         let denominator = v.sqrt() / Vector::new(f.second_correction) + Vector::new(f.eps);
         let step = m / denominator * Vector::new(f.step_size);
-        let value = values[at] * Vector::new(f.keep) - step;
+        let value = values[at] * keep - step;
         first[at] = m;
         second[at] = v;
         values[at] = value;
@@ -75,14 +155,94 @@ fn square_partials<F: Float, N: Size>(
     }
 }
 
+/// Adds each part to its elements of `sums`: a launch for [`TENSORS`] of them.
+pub fn gather(sums: CubeTensor, parts: Vec<Part<CubeTensor>>) -> CubeTensor {
+    let sums = owned(sums);
+    let parts: Vec<_> = parts
+        .into_iter()
+        .map(|part| Part {
+            tensor: contiguous(part.tensor),
+            ..part
+        })
+        .collect();
+    // Tensors of one type to a launch.
+    for parts in parts.chunk_by(|a, b| a.tensor.dtype == b.tensor.dtype) {
+        move_all(&sums, parts, Move::Gather);
+    }
+    sums
+}
+
+/// The elements of `flat` in each of the ranges: a launch for [`TENSORS`] of them.
+pub fn scatter(flat: CubeTensor, ranges: &[Range<usize>]) -> Vec<CubeTensor> {
+    let flat = contiguous(flat);
+    let part = |range: &Range<usize>| Part {
+        tensor: empty(&flat, [range.len()], flat.dtype),
+        start: range.start,
+    };
+    let parts: Vec<_> = ranges.iter().map(part).collect();
+    move_all(&flat, &parts, Move::Scatter);
+    parts.into_iter().map(|part| part.tensor).collect()
+}
+
+fn move_all(flat: &CubeTensor, parts: &[Part<CubeTensor>], which: Move) {
+    let client = &flat.client;
+    let units = Units::of(client).for_work(UNITS, UNITS);
+    // The buffer itself and the scalars are bound as well.
+    let bindings = client.properties().hardware.max_bindings as usize;
+    let at_once = bindings.saturating_sub(2).clamp(1, TENSORS);
+    let parts: Vec<_> = parts
+        .iter()
+        .filter(|part| part.tensor.shape().num_elements() > 0)
+        .collect();
+    for parts in parts.chunks(at_once) {
+        let (mut tensors, mut tiles) = (SequenceArg::new(), 0);
+        let [mut starts, mut lengths, mut ends] = [(); 3].map(|()| SequenceArg::new());
+        let mut all = vec![flat];
+        for part in parts {
+            let length = part.tensor.shape().num_elements();
+            tiles += length.div_ceil(TILE);
+            tensors.push(part.tensor.clone().into_buffer_arg());
+            starts.push(part.start);
+            lengths.push(length);
+            ends.push(tiles);
+            all.push(&part.tensor);
+        }
+        // SAFETY: each part lies inside of the buffer, which whoever calls has seen to; a cube moves elements of one
+        // part alone, below its length.
+        unsafe {
+            move_parts::launch_unchecked(
+                client,
+                cubes(client, tiles),
+                CubeDim::new_1d(units as u32),
+                addresses(&all),
+                flat.clone().into_buffer_arg(),
+                tensors,
+                starts,
+                lengths,
+                ends,
+                which,
+                units,
+                [elem(flat), elem(&parts[0].tensor)],
+            );
+        }
+    }
+}
+
 /// In place where nobody else holds the buffers.
 pub fn adamw(
     state: [CubeTensor; 3],
     gradients: CubeTensor,
     f: &AdamWFactors,
+    decayed: &Ranges,
     dtype: DType,
 ) -> ([CubeTensor; 3], CubeTensor) {
     let [values, first, second] = state.map(owned);
+    let mut bounds: Vec<u32> = decayed.bounds().map(|at| at as u32).collect();
+    let known = bounds.len();
+    // A buffer has an element.
+    bounds.resize(known.max(1), 0);
+    let bounds = TensorData::new(bounds, [known.max(1)]);
+    let bounds = CubeBackend::int_from_data(bounds, &values.device);
     let gradients = contiguous(gradients);
     let len = values.shape().num_elements();
     let weights = empty(&values, values.shape(), dtype);
@@ -113,8 +273,10 @@ pub fn adamw(
             second.clone().into_buffer_arg(),
             gradients.into_buffer_arg(),
             weights.clone().into_buffer_arg(),
+            bounds.into_buffer_arg(),
             factors,
             vectors,
+            known,
             elem(&weights),
         );
     }
@@ -154,6 +316,7 @@ pub fn square_sum(x: CubeTensor) -> CubeTensor {
 #[cfg(feature = "ptx")]
 pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
     use super::catalog::{Entry, TYPES, buffer as b, settings};
+    use cubecl::ir::FloatKind;
     for (name, dtype, load) in TYPES {
         all.push(Entry::new(format!("adamw {name}"), 64, move |t| {
             let factors = FactorsCompilationArg {
@@ -178,12 +341,36 @@ pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
                 b(),
                 b(),
                 b(),
+                b(),
                 factors,
+                (),
                 (),
                 4,
                 dtype,
             ))
         }));
+        for (what, which) in [("gather", Move::Gather), ("scatter", Move::Scatter)] {
+            let flat = match which {
+                Move::Gather => ElemType::Float(FloatKind::F32),
+                Move::Scatter => dtype,
+            };
+            all.push(Entry::new(format!("{what} {name}"), 64, move |t| {
+                let each = || (0..TENSORS).map(|_| ()).collect();
+                Box::new(move_parts::MoveParts::new(
+                    settings(CubeDim::new_1d(UNITS as u32)),
+                    t.device,
+                    t.properties,
+                    b(),
+                    (0..TENSORS).map(|_| b()).collect(),
+                    each(),
+                    each(),
+                    each(),
+                    which,
+                    UNITS,
+                    [flat, dtype],
+                ))
+            }));
+        }
         all.push(Entry::new(format!("square_sum {name}"), 64, move |t| {
             let dim = settings(CubeDim::new_1d(UNITS as u32));
             let (device, properties) = (t.device, t.properties);

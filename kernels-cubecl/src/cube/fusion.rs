@@ -5,6 +5,7 @@ use crate::Fused;
 use crate::adamw::AdamWFactors;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
+use crate::flat::{Part, Ranges};
 use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
 use crate::rotary::{Heads, RotaryTable};
@@ -15,6 +16,7 @@ use burn::backend::ir::{BackendIr, InitOperationIr, OperationIr};
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use std::ops::Range;
 
 type B = CubeBackend;
 type Lazy = burn::backend::tensor::FloatTensor<Fusion<B>>;
@@ -111,13 +113,29 @@ impl Fused for Fusion<CubeBackend> {
         lazy(B::fused_add_rows_at(now(table), index, now(dy)))
     }
 
+    fn fused_gather(sums: Lazy, parts: Vec<Part<Lazy>>) -> Lazy {
+        let parts = parts.into_iter().map(|part| Part {
+            tensor: now(part.tensor),
+            start: part.start,
+        });
+        let parts = parts.collect();
+        lazy(B::fused_gather(now(sums), parts))
+    }
+
+    fn fused_scatter(flat: Lazy, ranges: &[Range<usize>]) -> Vec<Lazy> {
+        let parts = B::fused_scatter(now(flat), ranges).into_iter();
+        parts.map(lazy).collect()
+    }
+
     fn fused_adamw(
         state: [Lazy; 3],
         gradients: Lazy,
         factors: &AdamWFactors,
+        decayed: &Ranges,
         dtype: DType,
     ) -> ([Lazy; 3], Lazy) {
-        let (state, weights) = B::fused_adamw(state.map(now), now(gradients), factors, dtype);
+        let (state, gradients) = (state.map(now), now(gradients));
+        let (state, weights) = B::fused_adamw(state, gradients, factors, decayed, dtype);
         (state.map(lazy), lazy(weights))
     }
 

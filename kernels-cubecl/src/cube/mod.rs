@@ -7,7 +7,6 @@ mod attention;
 mod dropout;
 mod embedding;
 mod flat;
-
 mod fusion;
 mod head;
 mod norm;
@@ -21,6 +20,7 @@ use crate::Fused;
 use crate::adamw::AdamWFactors;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
+use crate::flat::{Part, Ranges};
 use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
 use crate::rotary::{Heads, RotaryTable};
@@ -37,6 +37,7 @@ use cubecl::client::Client;
 use cubecl::features::{Plane, TypeUsage};
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
+use std::ops::Range;
 use std::sync::OnceLock;
 
 impl Fused for CubeBackend {
@@ -130,13 +131,22 @@ impl Fused for CubeBackend {
         sum::column_sums(x)
     }
 
+    fn fused_gather(sums: CubeTensor, parts: Vec<Part<CubeTensor>>) -> CubeTensor {
+        flat::gather(sums, parts)
+    }
+
+    fn fused_scatter(flat: CubeTensor, ranges: &[Range<usize>]) -> Vec<CubeTensor> {
+        flat::scatter(flat, ranges)
+    }
+
     fn fused_adamw(
         state: [CubeTensor; 3],
         gradients: CubeTensor,
         factors: &AdamWFactors,
+        decayed: &Ranges,
         dtype: DType,
     ) -> ([CubeTensor; 3], CubeTensor) {
-        flat::adamw(state, gradients, factors, dtype)
+        flat::adamw(state, gradients, factors, decayed, dtype)
     }
 
     fn fused_square_sum(x: CubeTensor) -> CubeTensor {

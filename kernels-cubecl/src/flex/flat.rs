@@ -2,19 +2,17 @@
 
 use super::{Values, owned};
 use crate::adamw::{AdamWFactors, update};
+use crate::flat::Ranges;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexTensor};
-use rayon::prelude::*;
-
-/// Elements that one task takes.
-const CHUNK: usize = 1 << 14;
 
 /// In place where nobody else holds the buffers.
 pub fn adamw(
     state: [FlexTensor; 3],
     gradients: &FlexTensor,
     factors: &AdamWFactors,
+    decayed: &Ranges,
     dtype: DType,
 ) -> ([FlexTensor; 3], FlexTensor) {
     let gradients = Values::of(gradients);
@@ -23,16 +21,19 @@ pub fn adamw(
     let [Some(values), Some(first), Some(second)] = buffers else {
         unreachable!("each is the buffer's only holder");
     };
-    let moments = first
-        .par_chunks_mut(CHUNK)
-        .zip(second.par_chunks_mut(CHUNK));
-    let all = values
-        .par_chunks_mut(CHUNK)
-        .zip(gradients.par_chunks(CHUNK));
-    all.zip(moments)
-        .for_each(|((values, gradients), (first, second))| {
-            update(values, gradients, first, second, *factors);
-        });
+    let spare = AdamWFactors {
+        keep: 1.0,
+        ..*factors
+    };
+    for (run, decays) in decayed.runs(gradients.len()) {
+        update(
+            &mut values[run.clone()],
+            &gradients[run.clone()],
+            &mut first[run.clone()],
+            &mut second[run],
+            if decays { *factors } else { spare },
+        );
+    }
     let weights = Flex::float_cast(state[0].clone(), dtype.into());
     (state, weights)
 }

@@ -17,6 +17,7 @@ use crate::Fused;
 use crate::adamw::AdamWFactors;
 use crate::attention::AttentionOptions;
 use crate::dropout::HiddenKeep;
+use crate::flat::Ranges;
 use crate::gelu::GeluApproximation;
 use crate::head_loss::{HeadLoss, HeadShard};
 use crate::rotary::{Heads, RotaryTable};
@@ -129,9 +130,10 @@ impl Fused for Flex {
         state: [FlexTensor; 3],
         gradients: FlexTensor,
         factors: &AdamWFactors,
+        decayed: &Ranges,
         dtype: DType,
     ) -> ([FlexTensor; 3], FlexTensor) {
-        flat::adamw(state, &gradients, factors, dtype)
+        flat::adamw(state, &gradients, factors, decayed, dtype)
     }
 
     fn fused_head_loss(
