@@ -69,6 +69,13 @@ def main():
     optimizer = torch.optim.AdamW([flat], fused=True)
     measure("adamw", optimizer.step)
     del flat, optimizer
+    lengths = [1 << 21, 2048] * 96
+    gradients = [tensor(n) for n in lengths]
+    sums = list(torch.zeros(sum(lengths), device="cuda").split(lengths))
+    measure("gather", lambda: torch._foreach_add_(sums, gradients))
+    weights = list(tensor(sum(lengths)).split(lengths))
+    measure("scatter", lambda: torch._foreach_copy_(gradients, weights))
+    del gradients, sums, weights
     tokens, vocab, hidden = 8192, 50304, 1024
     states = tensor(tokens, hidden).requires_grad_()
     words = tensor(vocab, hidden).requires_grad_()

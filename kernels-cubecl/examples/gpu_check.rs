@@ -12,7 +12,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_megatron_kernels::adamw::AdamWFactors;
 use burn_megatron_kernels::attention::{AttentionOptions, causal_attention};
 use burn_megatron_kernels::dropout::{HiddenKeep, Keep};
-use burn_megatron_kernels::flat::Ranges;
+use burn_megatron_kernels::flat::{Part, Ranges};
 use burn_megatron_kernels::gelu::{GeluApproximation, bias_gelu};
 use burn_megatron_kernels::head_loss::HeadShard;
 use burn_megatron_kernels::layer_norm::layer_norm;
@@ -290,6 +290,35 @@ fn measure(card: &Card, small: bool) {
                 .take()
                 .map(|state| B::fused_adamw(state, like.clone(), &factors, &decayed, DType::BF16));
             state = stepped.map(|(state, _)| state);
+        });
+        // The gradients of 24 layers, each of a large matrix and a small vector many times, and weights for them.
+        let large = if small { 1 << 10 } else { 1 << 21 };
+        let lengths: Vec<usize> = (0..192).map(|i| [large, 2048][i % 2]).collect();
+        let all: usize = lengths.iter().sum();
+        let starts = lengths.iter().scan(0, |end, len| {
+            *end += len;
+            Some(*end - len)
+        });
+        let ranges: Vec<_> = starts.zip(&lengths).map(|(at, len)| at..at + len).collect();
+        let zeros = |n| B::float_zeros([n].into(), &card.device, FloatDType::BF16);
+        let parts: Vec<_> = ranges
+            .iter()
+            .map(|range| Part {
+                tensor: zeros(range.len()),
+                start: range.start,
+            })
+            .collect();
+        let passes = |bytes: f64| Least {
+            bytes: bytes * all as f64,
+            operations: 0.0,
+        };
+        let mut sums = Some(B::float_zeros([all].into(), &card.device, FloatDType::F32));
+        card.measure("gather", passes(10.0), || {
+            sums = sums.take().map(|sums| B::fused_gather(sums, parts.clone()));
+        });
+        let weights = zeros(all);
+        card.measure("scatter", passes(4.0), || {
+            drop(B::fused_scatter(weights.clone(), &ranges));
         });
     }
     // A vocabulary of GPT-2's size; the two products are the matrix library's.

@@ -12,6 +12,7 @@ use crate::pipeline::{Kind, Schedule, Work};
 use crate::shard::{FlatBuffer, ShardedModel};
 use crate::topology::PipelineShape;
 use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
+use burn_megatron_kernels::flat::is_host;
 use std::collections::HashMap;
 
 /// What the passes of one step have in common.
@@ -82,7 +83,7 @@ pub(super) struct Passes<'a, M> {
     /// Bytes that the live graphs keep.
     kept: i64,
     max_kept: i64,
-    loss: LossSum,
+    losses: Losses,
 }
 
 impl<'a, M: Stage> Passes<'a, M> {
@@ -109,7 +110,7 @@ impl<'a, M: Stage> Passes<'a, M> {
             before: in_use(memory),
             kept: 0,
             max_kept: 0,
-            loss: LossSum::default(),
+            losses: Losses::default(),
         }
     }
 
@@ -124,15 +125,18 @@ impl<'a, M: Stage> Passes<'a, M> {
     }
 
     /// What came of it.
-    pub fn finish(self) -> Passed {
+    ///
+    /// # Errors
+    /// If a loss is not a number, and that is one.
+    pub fn finish(self) -> Result<Passed> {
         // What stays although every graph is gone was no graph's: the matrix products' workspace, which
         // the first step allocates.
         let stays = (in_use(self.memory) - self.before).max(0);
-        Passed {
-            loss: self.loss,
+        Ok(Passed {
+            loss: self.losses.finish(&self.step)?,
             max_live: self.max_live,
             max_kept: (self.max_kept - stays).try_into().unwrap_or(0),
-        }
+        })
     }
 }
 
@@ -159,8 +163,8 @@ impl<M: Stage> Work for Passes<'_, M> {
         let chunk = hooked.as_ref().unwrap_or(chunk);
         let output = step.forward(chunk, microbatch, input.clone());
         let (end, message) = if step.is_last(stage) {
-            let (loss, scaled) = step.loss(chunk, microbatch, output)?;
-            self.loss.add(loss);
+            let (losses, scaled) = step.loss(chunk, microbatch, output);
+            self.losses.take(&step, microbatch, losses)?;
             (End::Loss(scaled), None)
         } else {
             let message = to_bytes(output.clone().inner());
@@ -217,7 +221,7 @@ pub(super) struct ForwardPasses<'a, M> {
     step: Step<'a>,
     /// Without autodiff.
     chunks: &'a [M],
-    loss: LossSum,
+    losses: Losses,
 }
 
 impl<'a, M: Stage> ForwardPasses<'a, M> {
@@ -225,13 +229,13 @@ impl<'a, M: Stage> ForwardPasses<'a, M> {
         ForwardPasses {
             step,
             chunks,
-            loss: LossSum::default(),
+            losses: Losses::default(),
         }
     }
 
     /// This rank's loss, 0 but on the last stage.
-    pub fn finish(self) -> LossSum {
-        self.loss
+    pub fn finish(self) -> Result<LossSum> {
+        self.losses.finish(&self.step)
     }
 }
 
@@ -251,8 +255,8 @@ impl<M: Stage> Work for ForwardPasses<'_, M> {
         let input = input.map(|bytes| step.hidden(chunk, &bytes, step.device));
         let output = step.forward(chunk, microbatch, input);
         if step.is_last(stage) {
-            let (loss, _) = step.loss(chunk, microbatch, output)?;
-            self.loss.add(loss);
+            let (losses, _) = step.loss(chunk, microbatch, output);
+            self.losses.take(&step, microbatch, losses)?;
             return Ok(None);
         }
         Ok(Some(to_bytes(output)))
@@ -307,15 +311,14 @@ impl Step<'_> {
         chunk.forward(input, &context)
     }
 
-    /// The loss, and what its backward starts from.
+    /// The losses `[b, s]` without a graph, and what their backward starts from.
     fn loss<M: Stage>(
         &self,
         chunk: &M,
         microbatch: usize,
         hidden: Tensor<3>,
-    ) -> Result<(LossSum, Tensor<1>)> {
-        let number = microbatch;
-        let microbatch = &self.microbatches[number];
+    ) -> (Tensor<2>, Tensor<1>) {
+        let microbatch = &self.microbatches[microbatch];
         let labels = self.shape.labels(microbatch, self.device);
         let tokens = self.shape.tokens_that_count(microbatch);
         let weight = self.backward_scale
@@ -325,9 +328,18 @@ impl Step<'_> {
             };
         let weights = self.shape.weights(microbatch, weight);
         let losses = chunk.weighted_loss(hidden, labels, &weights);
+        let values = losses.clone().inner();
+        let weights = TensorData::new(weights, losses.dims());
+        let weights = Tensor::from_data(weights, (&losses.device(), DType::F32));
+        (values, (losses * weights).sum())
+    }
+
+    /// The sum of a microbatch's losses.
+    fn read(&self, number: usize, losses: Tensor<2>) -> Result<LossSum> {
+        let microbatch = &self.microbatches[number];
         let loss = LossSum {
-            sum: self.shape.sum(losses.clone().inner(), microbatch),
-            tokens,
+            sum: self.shape.sum(losses, microbatch),
+            tokens: self.shape.tokens_that_count(microbatch),
         };
         if let (Some(rank), false) = (self.checked_on, loss.sum.is_finite()) {
             let reason = format!(
@@ -337,10 +349,32 @@ impl Step<'_> {
             );
             return Err(ErrorKind::Rank { rank, reason }.into());
         }
-        let weights = TensorData::new(weights, losses.dims());
-        let weights = Tensor::from_data(weights, (&losses.device(), DType::F32));
-        let scaled = (losses * weights).sum();
-        Ok((loss, scaled))
+        Ok(loss)
+    }
+}
+
+/// The losses of a rank's microbatches. A read waits for all that a card was given to do: there it comes after the last
+/// microbatch, so that the card always has work.
+#[derive(Default)]
+struct Losses {
+    sum: LossSum,
+    unread: Vec<(usize, Tensor<2>)>,
+}
+
+impl Losses {
+    fn take(&mut self, step: &Step<'_>, microbatch: usize, losses: Tensor<2>) -> Result<()> {
+        match is_host(step.device) {
+            true => self.sum.add(step.read(microbatch, losses)?),
+            false => self.unread.push((microbatch, losses)),
+        }
+        Ok(())
+    }
+
+    fn finish(mut self, step: &Step<'_>) -> Result<LossSum> {
+        for (microbatch, losses) in self.unread {
+            self.sum.add(step.read(microbatch, losses)?);
+        }
+        Ok(self.sum)
     }
 }
 

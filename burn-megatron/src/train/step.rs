@@ -301,7 +301,7 @@ impl<M: Stage> Trainer<M> {
             loss,
             max_live,
             max_kept,
-        } = passes.finish();
+        } = passes.finish()?;
         self.last_step = PipelineRecord { spans, max_live };
         if let Some(measured) = &mut self.memory {
             measured.parts.activations = max_kept;
@@ -353,7 +353,7 @@ impl<M: Stage> Trainer<M> {
             self.context.clock,
         )?;
         passes
-            .finish()
+            .finish()?
             .all_reduce(&groups.dp.comm)?
             .all_reduce(&groups.pp.comm)
     }

@@ -18,6 +18,8 @@ use std::ops::Range;
 
 /// Elements that a cube moves.
 const TILE: usize = 16 * UNITS;
+/// Elements that a unit has under way.
+const AT_ONCE: usize = 4;
 /// Tensors of one launch, where the device takes so many.
 const TENSORS: usize = 32;
 
@@ -55,7 +57,30 @@ fn move_parts<A: Float, F: Float>(
             let length = lengths[i];
             let start = starts[i];
             let mut at = (tile - first) * TILE + UNIT_POS as usize;
-            let end = min(at + TILE - UNIT_POS as usize, length);
+            let end = min((tile - first + 1) * TILE, length);
+            // Several loads are under way at once: a store might change what a later one reads.
+            while at + (AT_ONCE - 1) * units < end {
+                let mut values = Array::<f32>::new(AT_ONCE);
+                #[unroll]
+                for i in 0..AT_ONCE {
+                    let from = at + i * units;
+                    values[i] = match comptime!(which) {
+                        Move::Gather => {
+                            f32::cast_from(flat[start + from]) + f32::cast_from(tensor[from])
+                        }
+                        Move::Scatter => f32::cast_from(flat[start + from]),
+                    };
+                }
+                #[unroll]
+                for i in 0..AT_ONCE {
+                    let to = at + i * units;
+                    match comptime!(which) {
+                        Move::Gather => flat[start + to] = A::cast_from(values[i]),
+                        Move::Scatter => tensor[to] = F::cast_from(values[i]),
+                    }
+                }
+                at += AT_ONCE * units;
+            }
             while at < end {
                 match comptime!(which) {
                     Move::Gather => flat[start + at] += A::cast_from(tensor[at]),
