@@ -94,6 +94,11 @@ impl HiddenDropout {
         }
     }
 
+    /// Whether it drops anything in that pass.
+    pub fn drops(&self, context: &PassContext) -> bool {
+        context.training && self.p > 0.0
+    }
+
     /// Which elements of `[s, b, h]` are kept; `None` where all are.
     fn keep(
         &self,
@@ -101,7 +106,7 @@ impl HiddenDropout {
         context: &PassContext,
         place: DropoutPlace,
     ) -> Option<HiddenKeep> {
-        (context.training && self.p > 0.0).then(|| HiddenKeep {
+        self.drops(context).then(|| HiddenKeep {
             keep: context.keep(self.p, place),
             first_sample: context.first_sample,
             samples: b,

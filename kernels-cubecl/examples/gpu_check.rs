@@ -4,19 +4,24 @@
 //! `gpu_check cuda|wgpu [small]` prints a table, and a JSON line for each kernel to standard error, which
 //! `scripts/gpu_check.sh` joins with PyTorch's. `small` takes shapes that software can bear.
 
-use burn::backend::Backend;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, Flex, try_read_sync};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_megatron_kernels::adamw::AdamWFactors;
+use burn_megatron_kernels::added_norm::{added_layer_norm, added_rms_norm};
 use burn_megatron_kernels::attention::{AttentionOptions, causal_attention};
 use burn_megatron_kernels::dropout::{HiddenKeep, Keep};
-use burn_megatron_kernels::flat::{Part, Ranges};
+use burn_megatron_kernels::dropout_add::dropout_add;
+use burn_megatron_kernels::embedding::embedding_rows;
+use burn_megatron_kernels::flat::{self, Part, Ranges};
 use burn_megatron_kernels::gelu::{GeluApproximation, bias_gelu};
 use burn_megatron_kernels::head_loss::HeadShard;
 use burn_megatron_kernels::layer_norm::layer_norm;
-use burn_megatron_kernels::rotary::{Heads, RotaryTable};
+use burn_megatron_kernels::rms_norm::rms_norm;
+use burn_megatron_kernels::rotary::{Heads, RotaryTable, rotary_embedding};
 use burn_megatron_kernels::swiglu::swiglu;
 use burn_megatron_kernels::{Fused, Kernels, random};
 use std::process::ExitCode;
@@ -126,11 +131,20 @@ impl Card {
             all
         };
         let want = run(Device::flex(), DType::F64, Kernels::Local);
-        let got = run(Device::new(self.device.clone()), self.dtype, Kernels::Fused);
+        let got = run(self.tensors(), self.dtype, Kernels::Fused);
+        self.report(name, &got, &want);
+    }
+
+    /// The device for whole tensors.
+    fn tensors(&self) -> Device {
+        Device::new(self.device.clone())
+    }
+
+    fn report(&mut self, name: &str, got: &[Vec<f64>], want: &[Vec<f64>]) {
         let bound = if self.dtype == DType::F32 { 1e-5 } else { 1e-2 };
         let norm =
             |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
-        let errors = got.iter().zip(&want).map(|(got, want)| {
+        let errors = got.iter().zip(want).map(|(got, want)| {
             let difference = norm(&mut got.iter().zip(want).map(|(a, b)| a - b));
             difference / norm(&mut want.iter().copied())
         });
@@ -143,6 +157,76 @@ impl Card {
             if right { "right" } else { "WRONG" }
         );
     }
+}
+
+/// Losses and both gradients of an output layer: of values in `rounded`, computed in `dtype`.
+fn head_losses<B: Fused>(device: &B::Device, rounded: DType, dtype: DType) -> Vec<Vec<f64>> {
+    let tensor = |shape: [usize; 2], salt| {
+        let mut values = vec![0f32; shape[0] * shape[1]];
+        random::fill_normal(salt, 7, 0, 0.5, &mut values);
+        let data = TensorData::new(values, shape).convert_dtype(rounded);
+        B::float_from_data(data.convert_dtype(dtype), device)
+    };
+    let targets: Vec<Option<usize>> = (0..70).map(|i| Some(i * 7 % 300)).collect();
+    let d_losses: Vec<f32> = (0..70).map(|i| [0.5, 0.25, -1.5][i % 3]).collect();
+    let shard = HeadShard {
+        targets: &targets,
+        known: 300,
+        d_losses: &d_losses,
+        tokens_at_once: 32,
+        reduce: None,
+    };
+    let loss = B::fused_head_loss(tensor([70, 64], 1), tensor([320, 64], 2), &shard, true);
+    let (dx, dw) = loss.gradients.expect("asked for");
+    let host = |x: FloatTensor<B>| -> Vec<f64> {
+        let data = try_read_sync(B::float_into_data(x)).expect("a device that can be waited for");
+        data.expect("values").iter::<f64>().collect()
+    };
+    [loss.losses, dx, dw].map(host).into()
+}
+
+/// Gradients in `dtype` gathered, a step of AdamW with them, the weights scattered, and the norm.
+fn flat_buffers(device: &Device, dtype: DType) -> Vec<Vec<f64>> {
+    let lengths = [1000, 1, 4097, 33, 64, 5000];
+    let all = lengths.iter().sum::<usize>();
+    let tensor = |len: usize, salt, dtype| {
+        let mut values = vec![0f32; len];
+        random::fill_normal(salt, 7, 0, 1.0, &mut values);
+        let data = TensorData::new(values, [len]).convert_dtype(dtype);
+        Tensor::<1>::from_data(data, (device, dtype))
+    };
+    let mut ranges = Vec::new();
+    for len in lengths {
+        let start = ranges
+            .last()
+            .map_or(0, |range: &std::ops::Range<usize>| range.end);
+        ranges.push(start..start + len);
+    }
+    let parts = ranges.iter().zip(1..).map(|(range, salt)| Part {
+        tensor: tensor(range.len(), salt, dtype),
+        start: range.start,
+    });
+    let parts = parts.collect();
+    let sums = flat::gather(tensor(all, 20, DType::F32), parts);
+    let factors = AdamWFactors {
+        grad_scale: 0.5,
+        beta1: [0.9, 0.1],
+        beta2: [0.95, 0.05],
+        step_size: 0.1,
+        second_correction: 0.3,
+        eps: 1e-8,
+        keep: 0.9,
+    };
+    let decayed = Ranges::ascending([0..1000, 1001..5098]);
+    let [values, first, second] = [21, 22, 23].map(|salt| tensor(all, salt, DType::F32));
+    let state = [values, first, second.abs()];
+    let (state, weights) = flat::adamw(state, sums.clone(), &factors, &decayed, dtype);
+    let mut tensors = flat::scatter(weights, &ranges);
+    tensors.extend(state);
+    tensors.push(flat::square_sum(sums.clone()));
+    tensors.push(sums);
+    let host = |x: Tensor<1>| x.into_data().iter::<f64>().collect();
+    tensors.into_iter().map(host).collect()
 }
 
 fn vector(x: &Tensor<3>) -> Tensor<1> {
@@ -166,14 +250,63 @@ fn check(card: &mut Card) {
     card.compare("layer_norm", &[shape, of_row, of_row], |x, kernels| {
         layer_norm(x[0].clone(), vector(&x[1]), vector(&x[2]), 1e-5, kernels)
     });
-    card.compare("bias_gelu", &[shape, of_row], |x, kernels| {
-        bias_gelu(
-            x[0].clone(),
-            vector(&x[1]),
-            GeluApproximation::Tanh,
-            kernels,
-        )
+    card.compare("rms_norm", &[shape, of_row], |x, kernels| {
+        rms_norm(x[0].clone(), vector(&x[1]), 1e-5, kernels)
     });
+    let both = |(sum, y): (Tensor<3>, Tensor<3>)| Tensor::cat(vec![sum, y], 2);
+    card.compare(
+        "added layer_norm",
+        &[shape, shape, of_row, of_row],
+        |x, kernels| {
+            let (weight, bias) = (vector(&x[2]), vector(&x[3]));
+            let [x, residual] = [x[0].clone(), x[1].clone()];
+            both(added_layer_norm(x, residual, weight, bias, 1e-5, kernels))
+        },
+    );
+    card.compare("added rms_norm", &[shape, shape, of_row], |x, kernels| {
+        let weight = vector(&x[2]);
+        let [x, residual] = [x[0].clone(), x[1].clone()];
+        both(added_rms_norm(x, residual, weight, 1e-5, kernels))
+    });
+    for how in [GeluApproximation::Tanh, GeluApproximation::Erf] {
+        card.compare(
+            &format!("bias_gelu {how:?}"),
+            &[shape, of_row],
+            |x, kernels| bias_gelu(x[0].clone(), vector(&x[1]), how, kernels),
+        );
+    }
+    let keep = HiddenKeep {
+        keep: Keep::new(0.1, 1, 2),
+        first_sample: 4,
+        samples: shape[1],
+        first_position: 0,
+        sequence: shape[0],
+    };
+    card.compare("dropout_add", &[shape, shape], |x, kernels| {
+        dropout_add(x[0].clone(), x[1].clone(), keep, kernels)
+    });
+    let table = RotaryTable::new(&[0.5; 16], shape[0]);
+    let heads = Heads {
+        width: 32,
+        turned: 4,
+    };
+    card.compare("rotary", &[shape], |x, kernels| {
+        rotary_embedding(x[0].clone(), heads, &table, kernels)
+    });
+    let rows = [1, 50, 192];
+    card.compare("embedding", &[rows], |x, kernels| {
+        let taken: Vec<i32> = (0..134).map(|i| i * 7 % 40).collect();
+        let taken = TensorData::new(taken, [134]);
+        let taken = Tensor::<1, Int>::from_data(taken, &x[0].device());
+        let taken = embedding_rows(x[0].clone().reshape([50, 192]), taken, kernels);
+        taken.reshape([67, 2, 192])
+    });
+    let head = head_losses::<B>(&card.device, card.dtype, card.dtype);
+    let exact = head_losses::<Flex>(&Default::default(), card.dtype, DType::F32);
+    card.report("output layer and loss", &head, &exact);
+    let flat = flat_buffers(&card.tensors(), card.dtype);
+    let exact = flat_buffers(&Device::flex(), card.dtype);
+    card.report("flat buffers", &flat, &exact);
     card.compare("swiglu", &[shape], |x, kernels| {
         swiglu(x[0].clone(), kernels)
     });
@@ -198,6 +331,16 @@ fn measure(card: &Card, small: bool) {
     let x = card.tensor(&[s, b, h], 1);
     let dy = card.tensor(&[s, b, h], 2);
     let (weight, bias) = (card.tensor(&[h], 3), card.tensor(&[h], 4));
+    card.measure("added layer_norm forward", passes(4.0), || {
+        let (weight, bias) = (weight.clone(), Some(bias.clone()));
+        drop(B::fused_added_norm(
+            x.clone(),
+            dy.clone(),
+            weight,
+            bias,
+            1e-5,
+        ));
+    });
     card.measure("layer_norm forward", passes(2.0), || {
         drop(B::fused_layer_norm(
             x.clone(),

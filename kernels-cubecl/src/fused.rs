@@ -50,6 +50,15 @@ pub trait Fused: Backend {
         dy: FloatTensor<Self>,
     ) -> [FloatTensor<Self>; 2];
 
+    /// `residual + x`, that normalised, and the norm's statistics: a layer norm's, or without a bias RMSNorm's.
+    fn fused_added_norm(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: Option<FloatTensor<Self>>,
+        epsilon: f64,
+    ) -> [FloatTensor<Self>; 3];
+
     /// `residual + dropout(x)`, `[s, b, h]`
     fn fused_dropout_add(
         x: FloatTensor<Self>,

@@ -3,7 +3,7 @@
 use crate::{Fused, KernelOps, Kernels, column_sums, narrowed, rows, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Dispatch, TensorMetadata};
 use burn::tensor::{Shape, Slice, Tensor};
@@ -94,6 +94,19 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     epsilon: f64,
     kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
+    let ((x, xn), (weight, wn), (bias, bn)) =
+        (x.into_parts(), weight.into_parts(), bias.into_parts());
+    let (out, stats) = forward::<B>(x.clone(), weight.clone(), bias, epsilon, kernels);
+    record::<B, C>([xn, wn, bn], [x, stats, weight], kernels, out)
+}
+
+/// The output with a graph: of input, weight and bias, with input, statistics and weight `kept`.
+pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
+    parents: [NodeGuard; 3],
+    kept: [FloatTensor<B>; 3],
+    kernels: Kernels,
+    out: FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct LayerNormBackward;
 
@@ -113,15 +126,9 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         }
     }
 
-    let ((x, xn), (weight, wn), (bias, bn)) =
-        (x.into_parts(), weight.into_parts(), bias.into_parts());
-    let (out, stats) = forward::<B>(x.clone(), weight.clone(), bias, epsilon, kernels);
-    match LayerNormBackward
-        .prepare::<C>([xn, wn, bn])
-        .compute_bound()
-        .stateful()
-    {
-        OpsKind::Tracked(prep) => prep.finish(([x, stats, weight], kernels), out),
+    let prepared = LayerNormBackward.prepare::<C>(parents);
+    match prepared.compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((kept, kernels), out),
         OpsKind::UnTracked(prep) => prep.finish(out),
     }
 }

@@ -15,6 +15,7 @@ mod ops;
 pub mod random;
 
 pub mod adamw;
+pub mod added_norm;
 pub mod attention;
 pub mod dropout_add;
 pub mod embedding;

@@ -4,7 +4,9 @@ use crate::attention::{self, AttentionOptions};
 use crate::dropout::HiddenKeep;
 use crate::gelu::{self, GeluApproximation};
 use crate::rotary::{self, Heads, RotaryTable};
-use crate::{Fused, Kernels, dropout_add, embedding, layer_norm, linear, rms_norm, swiglu};
+use crate::{
+    Fused, Kernels, added_norm, dropout_add, embedding, layer_norm, linear, rms_norm, swiglu,
+};
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Flex, backend_extension};
@@ -17,6 +19,23 @@ use burn::backend::{Autodiff, Backend, Flex, backend_extension};
     Autodiff
 )]
 pub trait KernelOps: Backend {
+    fn added_layer_norm_op(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    fn added_rms_norm_op(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
     fn attention_op(
         qkv: FloatTensor<Self>,
         options: AttentionOptions,
@@ -91,6 +110,31 @@ pub trait KernelOps: Backend {
 macro_rules! forwards {
     ($backend:ty) => {
         impl KernelOps for $backend {
+            fn added_layer_norm_op(
+                x: FloatTensor<Self>,
+                residual: FloatTensor<Self>,
+                weight: FloatTensor<Self>,
+                bias: FloatTensor<Self>,
+                epsilon: f64,
+                kernels: Kernels,
+            ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+                let [sum, y, _] =
+                    added_norm::forward::<Self>(x, residual, weight, Some(bias), epsilon, kernels);
+                (sum, y)
+            }
+
+            fn added_rms_norm_op(
+                x: FloatTensor<Self>,
+                residual: FloatTensor<Self>,
+                weight: FloatTensor<Self>,
+                epsilon: f64,
+                kernels: Kernels,
+            ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+                let [sum, y, _] =
+                    added_norm::forward::<Self>(x, residual, weight, None, epsilon, kernels);
+                (sum, y)
+            }
+
             fn attention_op(
                 qkv: FloatTensor<Self>,
                 options: AttentionOptions,
@@ -201,6 +245,27 @@ forwards!(burn_cubecl::CubeBackend);
 forwards!(burn::backend::fusion::Fusion<burn_cubecl::CubeBackend>);
 
 impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
+    fn added_layer_norm_op(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        added_norm::autodiff::<B, C>(x, residual, weight, Some(bias), epsilon, kernels).into()
+    }
+
+    fn added_rms_norm_op(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+        kernels: Kernels,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        added_norm::autodiff::<B, C>(x, residual, weight, None, epsilon, kernels).into()
+    }
+
     fn attention_op(
         qkv: FloatTensor<Self>,
         options: AttentionOptions,

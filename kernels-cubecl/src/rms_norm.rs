@@ -3,7 +3,7 @@
 use crate::{Fused, KernelOps, Kernels, column_sums, narrowed, rows, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Dispatch, TensorMetadata};
 use burn::tensor::{Shape, Tensor};
@@ -77,6 +77,18 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     epsilon: f64,
     kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
+    let ((x, xn), (weight, wn)) = (x.into_parts(), weight.into_parts());
+    let (out, scale) = forward::<B>(x.clone(), weight.clone(), epsilon, kernels);
+    record::<B, C>([xn, wn], [x, scale, weight], kernels, out)
+}
+
+/// The output with a graph: of input and weight, with input, scales and weight `kept`.
+pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
+    parents: [NodeGuard; 2],
+    kept: [FloatTensor<B>; 3],
+    kernels: Kernels,
+    out: FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct RmsNormBackward;
 
@@ -96,14 +108,9 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         }
     }
 
-    let ((x, xn), (weight, wn)) = (x.into_parts(), weight.into_parts());
-    let (out, scale) = forward::<B>(x.clone(), weight.clone(), epsilon, kernels);
-    match RmsNormBackward
-        .prepare::<C>([xn, wn])
-        .compute_bound()
-        .stateful()
-    {
-        OpsKind::Tracked(prep) => prep.finish(([x, scale, weight], kernels), out),
+    let prepared = RmsNormBackward.prepare::<C>(parents);
+    match prepared.compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((kept, kernels), out),
         OpsKind::UnTracked(prep) => prep.finish(out),
     }
 }

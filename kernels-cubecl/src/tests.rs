@@ -2,6 +2,7 @@
 //! gradients against finite differences.
 
 use crate::adamw::AdamWFactors;
+use crate::added_norm::{added_layer_norm, added_rms_norm};
 use crate::attention::{AttentionOptions, causal_attention};
 use crate::dropout::{AttentionDropout, AttentionHeads, HiddenKeep, Keep};
 use crate::dropout_add::{dropout, dropout_add};
@@ -210,6 +211,33 @@ fn norms() {
         &[[300, 2, 3], [1, 1, 3], [1, 1, 3]],
         &|x, kernels| layer_norm(x[0].clone(), vector(&x[1]), vector(&x[2]), 1e-5, kernels),
     );
+}
+
+/// Both outputs side by side: the sum's gradient comes from itself and through the norm.
+#[test]
+fn norms_of_sums() {
+    let side_by_side = |(sum, y): (Tensor<3>, Tensor<3>)| Tensor::cat(vec![sum, y], 2);
+    // Not rows of three: some of 600 vary so little that their norm magnifies what 16 bits round off the sum.
+    for shape in [[3, 2, 5], [1, 1, 64], [7, 3, 37], [5, 9, 96], [300, 2, 12]] {
+        let vector_shape = [1, 1, shape[2]];
+        check(
+            "layer norm of a sum",
+            &[shape, shape, vector_shape, vector_shape],
+            &|x, kernels| {
+                let (weight, bias) = (vector(&x[2]), vector(&x[3]));
+                let [x, residual] = [x[0].clone(), x[1].clone()];
+                side_by_side(added_layer_norm(x, residual, weight, bias, 1e-5, kernels))
+            },
+        );
+        check(
+            "rms norm of a sum",
+            &[shape, shape, vector_shape],
+            &|x, kernels| {
+                let [x, residual, weight] = [x[0].clone(), x[1].clone(), x[2].clone()];
+                side_by_side(added_rms_norm(x, residual, vector(&weight), 1e-5, kernels))
+            },
+        );
+    }
 }
 
 #[test]

@@ -52,6 +52,48 @@ impl TransformerConfig {
 pub trait Sublayer: Module + ModuleDisplay + 'static {
     /// Applies it. `context` says which pass of the run it is, for a layer with dropout of its own.
     fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3>;
+
+    /// `residual + x`, and itself applied to that. A norm does both in one pass.
+    fn forward_added(
+        &self,
+        x: Tensor<3>,
+        residual: Tensor<3>,
+        context: &PassContext,
+    ) -> (Tensor<3>, Tensor<3>) {
+        let sum = residual + x;
+        let output = self.forward(sum.clone(), context);
+        (sum, output)
+    }
+}
+
+/// What flows from sublayer to sublayer: the residual, and what is to be added to it where the next norm can do so.
+struct Stream {
+    residual: Tensor<3>,
+    more: Option<Tensor<3>>,
+}
+
+impl Stream {
+    fn of(residual: Tensor<3>) -> Self {
+        Stream {
+            residual,
+            more: None,
+        }
+    }
+
+    /// All of it, and its norm.
+    fn normalised<N: Sublayer>(self, norm: &N, context: &PassContext) -> (Tensor<3>, Tensor<3>) {
+        match self.more {
+            Some(more) => norm.forward_added(more, self.residual, context),
+            None => (self.residual.clone(), norm.forward(self.residual, context)),
+        }
+    }
+
+    fn whole(self) -> Tensor<3> {
+        match self.more {
+            Some(more) => self.residual + more,
+            None => self.residual,
+        }
+    }
 }
 
 /// Which modules a layer is built from. Replace a field, and its type, to change every layer.
@@ -137,13 +179,33 @@ pub struct TransformerLayer<N: Module, A: Module, M: Module> {
 impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerLayer<N, A, M> {
     /// `[s, b, h] -> [s, b, h]`
     pub fn forward(&self, x: Tensor<3>, context: &PassContext) -> Tensor<3> {
-        let normal = self.input_layernorm.forward(x.clone(), context);
+        self.pass(Stream::of(x), context).whole()
+    }
+
+    fn pass(&self, stream: Stream, context: &PassContext) -> Stream {
+        let (x, normal) = stream.normalised(&self.input_layernorm, context);
         let attended = self.self_attention.forward(normal, context);
-        let place = DropoutPlace::AttentionOutput;
-        let x = self.dropout.add(attended, x, context, place);
-        let normal = self.pre_mlp_layernorm.forward(x.clone(), context);
+        let stream = self.add(attended, x, context, DropoutPlace::AttentionOutput);
+        let (x, normal) = stream.normalised(&self.pre_mlp_layernorm, context);
         let fed = self.mlp.forward(normal, context);
-        self.dropout.add(fed, x, context, DropoutPlace::MlpOutput)
+        self.add(fed, x, context, DropoutPlace::MlpOutput)
+    }
+
+    /// Dropout adds what it keeps in its own pass; without it the next norm adds.
+    fn add(
+        &self,
+        x: Tensor<3>,
+        residual: Tensor<3>,
+        context: &PassContext,
+        place: DropoutPlace,
+    ) -> Stream {
+        match self.dropout.drops(context) {
+            true => Stream::of(self.dropout.add(x, residual, context, place)),
+            false => Stream {
+                residual,
+                more: Some(x),
+            },
+        }
     }
 }
 
@@ -173,14 +235,15 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerBlock<N, A, M> {
             let layers: Vec<_> = here[group.clone()].iter().copied().cloned().collect();
             let (number, context) = (first + group.start, *context);
             x = recompute(&layers, x, move |layers, x| {
-                in_turn(layers, number, x, &context)
+                in_turn(layers, number, Stream::of(x), &context).whole()
             });
             done = group.end;
         }
-        let x = in_turn(here[done..].iter().copied(), first + done, x, context);
+        let rest = here[done..].iter().copied();
+        let stream = in_turn(rest, first + done, Stream::of(x), context);
         match &self.final_layernorm {
-            Some(norm) => norm.forward(x, context),
-            None => x,
+            Some(norm) => stream.normalised(norm, context).1,
+            None => stream.whole(),
         }
     }
 }
@@ -189,11 +252,11 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerBlock<N, A, M> {
 fn in_turn<'a, N: Sublayer, A: Sublayer, M: Sublayer>(
     layers: impl IntoIterator<Item = &'a TransformerLayer<N, A, M>>,
     first: usize,
-    x: Tensor<3>,
+    stream: Stream,
     context: &PassContext,
-) -> Tensor<3> {
+) -> Stream {
     let numbered = (first..).zip(layers);
-    numbered.fold(x, |x, (number, layer)| {
-        layer.forward(x, &context.in_layer(number))
+    numbered.fold(stream, |stream, (number, layer)| {
+        layer.pass(stream, &context.in_layer(number))
     })
 }

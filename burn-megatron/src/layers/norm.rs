@@ -2,7 +2,7 @@
 
 use super::block::Sublayer;
 use crate::Kernels;
-use crate::autograd::{layer_norm, rms_norm};
+use crate::autograd::{added_layer_norm, added_rms_norm, layer_norm, rms_norm};
 use crate::dropout::PassContext;
 use crate::shard::{Init, ParallelBuilder, ParamSpec};
 use burn::config::Config;
@@ -63,6 +63,16 @@ impl Sublayer for LayerNorm {
     fn forward(&self, x: Tensor<3>, _: &PassContext) -> Tensor<3> {
         LayerNorm::forward(self, x)
     }
+
+    fn forward_added(
+        &self,
+        x: Tensor<3>,
+        residual: Tensor<3>,
+        _: &PassContext,
+    ) -> (Tensor<3>, Tensor<3>) {
+        let (weight, bias) = (self.weight.val(), self.bias.val());
+        added_layer_norm(x, residual, weight, bias, self.epsilon, self.kernels)
+    }
 }
 
 /// Configuration of an [`RmsNorm`].
@@ -110,6 +120,15 @@ impl RmsNorm {
 impl Sublayer for RmsNorm {
     fn forward(&self, x: Tensor<3>, _: &PassContext) -> Tensor<3> {
         RmsNorm::forward(self, x)
+    }
+
+    fn forward_added(
+        &self,
+        x: Tensor<3>,
+        residual: Tensor<3>,
+        _: &PassContext,
+    ) -> (Tensor<3>, Tensor<3>) {
+        added_rms_norm(x, residual, self.weight.val(), self.epsilon, self.kernels)
     }
 }
 
@@ -172,5 +191,17 @@ impl Norm {
 impl Sublayer for Norm {
     fn forward(&self, x: Tensor<3>, _: &PassContext) -> Tensor<3> {
         Norm::forward(self, x)
+    }
+
+    fn forward_added(
+        &self,
+        x: Tensor<3>,
+        residual: Tensor<3>,
+        context: &PassContext,
+    ) -> (Tensor<3>, Tensor<3>) {
+        match self {
+            Norm::LayerNorm(norm) => norm.forward_added(x, residual, context),
+            Norm::RmsNorm(norm) => norm.forward_added(x, residual, context),
+        }
     }
 }

@@ -58,6 +58,17 @@ impl Fused for Fusion<CubeBackend> {
         B::fused_rms_norm_backward(now(x), now(scale), now(weight), now(dy)).map(lazy)
     }
 
+    fn fused_added_norm(
+        x: Lazy,
+        residual: Lazy,
+        weight: Lazy,
+        bias: Option<Lazy>,
+        epsilon: f64,
+    ) -> [Lazy; 3] {
+        let (x, residual, weight) = (now(x), now(residual), now(weight));
+        B::fused_added_norm(x, residual, weight, bias.map(now), epsilon).map(lazy)
+    }
+
     fn fused_dropout_add(x: Lazy, residual: Option<Lazy>, keep: &HiddenKeep) -> Lazy {
         lazy(B::fused_dropout_add(now(x), residual.map(now), keep))
     }
@@ -155,4 +166,24 @@ impl Fused for Fusion<CubeBackend> {
             gradients: loss.gradients.map(|(x, w)| (lazy(x), lazy(w))),
         }
     }
+}
+
+/// Flat buffers and activations of a step go from one operation to the next so.
+#[cfg(all(test, feature = "wgpu"))]
+#[test]
+fn what_nobody_else_holds_is_changed_in_place() {
+    use burn::backend::ops::FloatTensorOps;
+    let device = CubeDevice::Wgpu(Default::default());
+    let made = || lazy(B::float_zeros([64].into(), &device, DType::F32.into()));
+    assert!(now(made()).can_mut());
+    let computed = Fusion::<B>::float_add_scalar(made(), 1.0.into());
+    assert!(now(computed).can_mut());
+    let held = made();
+    let other = held.clone();
+    assert!(!now(held).can_mut());
+    drop(other);
+    // So does a buffer that an operation has changed and given back.
+    let sums = Fusion::<B>::fused_gather(made(), Vec::new());
+    let sums = Fusion::<B>::fused_gather(sums, Vec::new());
+    assert!(now(sums).can_mut());
 }

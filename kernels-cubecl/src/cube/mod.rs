@@ -76,6 +76,16 @@ impl Fused for CubeBackend {
         norm::rms_norm_backward(x, scale, weight, dy)
     }
 
+    fn fused_added_norm(
+        x: CubeTensor,
+        residual: CubeTensor,
+        weight: CubeTensor,
+        bias: Option<CubeTensor>,
+        epsilon: f64,
+    ) -> [CubeTensor; 3] {
+        norm::added_norm(x, residual, weight, bias, epsilon as f32)
+    }
+
     fn fused_dropout_add(
         x: CubeTensor,
         residual: Option<CubeTensor>,

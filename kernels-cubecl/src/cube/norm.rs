@@ -55,7 +55,65 @@ fn read_row<F: Float, N: Size>(
     values
 }
 
-/// `stats` gets each row's mean, if it is centred, and scale.
+/// Normalises the unit's vectors of a row; `stats` gets the row's mean, if it is centred, and scale.
+#[cube]
+fn normalise<F: Float, N: Size>(
+    values: &mut Array<Vector<f32, N>>,
+    weight: &[Vector<F, N>],
+    bias: &[Vector<F, N>],
+    y: &mut [Vector<F, N>],
+    stats: &mut [f32],
+    epsilon: f32,
+    at_row: usize,
+    #[comptime] row: Row,
+) {
+    let unit = UNIT_POS as usize;
+    let mut shared = Shared::<[f32]>::new_slice(row.units);
+    let of_mean = 1.0f32 / f32::cast_from(comptime!(row.vectors) * N::value());
+    let base = at_row * row.vectors;
+    let mut mean = 0.0f32;
+    if comptime!(row.centred) {
+        let mut sum = Vector::<f32, N>::new(0.0f32);
+        #[unroll]
+        for i in 0..comptime!(row.vectors_of_unit()) {
+            sum += values[i];
+        }
+        mean = cube_sum(sum.vector_sum(), &mut shared, row.units, row.planes) * of_mean;
+    }
+    let mut squares = Vector::<f32, N>::new(0.0f32);
+    #[unroll]
+    for i in 0..comptime!(row.vectors_of_unit()) {
+        let at = i * row.units + unit;
+        if comptime!(row.centred) {
+            values[i] -= Vector::new(mean);
+        }
+        if at < row.vectors {
+            squares += values[i] * values[i];
+        }
+    }
+    let square = cube_sum(squares.vector_sum(), &mut shared, row.units, row.planes) * of_mean;
+    let scale = 1.0f32 / (square + epsilon).sqrt();
+    #[unroll]
+    for i in 0..comptime!(row.vectors_of_unit()) {
+        let at = i * row.units + unit;
+        if at < row.vectors {
+            let mut out = values[i] * Vector::new(scale) * Vector::cast_from(weight[at]);
+            if comptime!(row.centred) {
+                out += Vector::cast_from(bias[at]);
+            }
+            y[base + at] = Vector::cast_from(out);
+        }
+    }
+    if unit == 0 {
+        if comptime!(row.centred) {
+            stats[2 * at_row] = mean;
+            stats[2 * at_row + 1] = scale;
+        } else {
+            stats[at_row] = scale;
+        }
+    }
+}
+
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn norm_forward<F: Float, N: Size>(
     x: &[Vector<F, N>],
@@ -68,54 +126,43 @@ fn norm_forward<F: Float, N: Size>(
     #[comptime] row: Row,
     #[define(F)] _dtype: ElemType,
 ) {
-    let unit = UNIT_POS as usize;
-    let mut shared = Shared::<[f32]>::new_slice(row.units);
-    let of_mean = 1.0f32 / f32::cast_from(comptime!(row.vectors) * N::value());
+    let at_row = CUBE_POS;
+    if at_row < rows {
+        let mut values = read_row::<F, N>(x, at_row * row.vectors, row);
+        normalise::<F, N>(&mut values, weight, bias, y, stats, epsilon, at_row, row);
+    }
+}
+
+/// The sum is rounded to its type first: what the backward reads again.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn added_norm_forward<F: Float, N: Size>(
+    x: &[Vector<F, N>],
+    residual: &[Vector<F, N>],
+    weight: &[Vector<F, N>],
+    bias: &[Vector<F, N>],
+    sums: &mut [Vector<F, N>],
+    y: &mut [Vector<F, N>],
+    stats: &mut [f32],
+    epsilon: f32,
+    rows: usize,
+    #[comptime] row: Row,
+    #[define(F)] _dtype: ElemType,
+) {
     let at_row = CUBE_POS;
     if at_row < rows {
         let base = at_row * row.vectors;
         let mut values = read_row::<F, N>(x, base, row);
-        let mut mean = 0.0f32;
-        if comptime!(row.centred) {
-            let mut sum = Vector::<f32, N>::new(0.0f32);
-            #[unroll]
-            for i in 0..comptime!(row.vectors_of_unit()) {
-                sum += values[i];
-            }
-            mean = cube_sum(sum.vector_sum(), &mut shared, row.units, row.planes) * of_mean;
-        }
-        let mut squares = Vector::<f32, N>::new(0.0f32);
         #[unroll]
         for i in 0..comptime!(row.vectors_of_unit()) {
-            let at = i * row.units + unit;
-            if comptime!(row.centred) {
-                values[i] -= Vector::new(mean);
-            }
+            let at = i * row.units + UNIT_POS as usize;
             if at < row.vectors {
-                squares += values[i] * values[i];
+                let more = Vector::<f32, N>::cast_from(residual[base + at]);
+                let sum = Vector::<F, N>::cast_from(values[i] + more);
+                sums[base + at] = sum;
+                values[i] = Vector::cast_from(sum);
             }
         }
-        let square = cube_sum(squares.vector_sum(), &mut shared, row.units, row.planes) * of_mean;
-        let scale = 1.0f32 / (square + epsilon).sqrt();
-        #[unroll]
-        for i in 0..comptime!(row.vectors_of_unit()) {
-            let at = i * row.units + unit;
-            if at < row.vectors {
-                let mut out = values[i] * Vector::new(scale) * Vector::cast_from(weight[at]);
-                if comptime!(row.centred) {
-                    out += Vector::cast_from(bias[at]);
-                }
-                y[base + at] = Vector::cast_from(out);
-            }
-        }
-        if unit == 0 {
-            if comptime!(row.centred) {
-                stats[2 * at_row] = mean;
-                stats[2 * at_row + 1] = scale;
-            } else {
-                stats[at_row] = scale;
-            }
-        }
+        normalise::<F, N>(&mut values, weight, bias, y, stats, epsilon, at_row, row);
     }
 }
 
@@ -237,6 +284,47 @@ fn forward(
     (y, stats)
 }
 
+/// The sum, its norm (centred with a bias, of root mean squares without) and the norm's statistics.
+pub fn added_norm(
+    x: CubeTensor,
+    residual: CubeTensor,
+    weight: CubeTensor,
+    bias: Option<CubeTensor>,
+    epsilon: f32,
+) -> [CubeTensor; 3] {
+    let (x, residual, weight) = (contiguous(x), contiguous(residual), contiguous(weight));
+    let centred = bias.is_some();
+    let bias = bias.map_or_else(|| weight.clone(), contiguous);
+    let (rows, n) = rows_of(&x);
+    let (sums, y) = (empty_like(&x), empty_like(&x));
+    let stats = empty(&x, [rows, 1 + usize::from(centred)], DType::F32);
+    let client = x.client.clone();
+    let vector = vector_size(&x, &[n]);
+    let row = Row::new(Units::of(&client), n / vector, centred);
+    // SAFETY: the kernel reads and writes `rows` rows of `n`, and one of the statistics for each.
+    unsafe {
+        added_norm_forward::launch_unchecked(
+            &client,
+            cubes(&client, rows),
+            CubeDim::new_1d(row.units as u32),
+            addresses(&[&x]),
+            vector,
+            x.clone().into_buffer_arg(),
+            residual.into_buffer_arg(),
+            weight.into_buffer_arg(),
+            bias.into_buffer_arg(),
+            sums.clone().into_buffer_arg(),
+            y.clone().into_buffer_arg(),
+            stats.clone().into_buffer_arg(),
+            epsilon,
+            rows,
+            row,
+            elem(&x),
+        );
+    }
+    [sums, y, stats]
+}
+
 /// Cubes of a backward: as many as keep a large device busy, the same on every one.
 const PARTS: usize = 512;
 
@@ -346,6 +434,31 @@ pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
                     dtype,
                 ))
             }));
+            all.push(Entry::new(
+                format!("added_{kind}_forward {name}"),
+                64,
+                move |t| {
+                    let dim = settings(CubeDim::new_1d(row.units as u32));
+                    let (device, properties) = (t.device, t.properties);
+                    Box::new(added_norm_forward::AddedNormForward::new(
+                        dim,
+                        device,
+                        properties,
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        b(),
+                        (),
+                        (),
+                        load,
+                        row,
+                        dtype,
+                    ))
+                },
+            ));
             let load = load.min(4);
             let row = Row::new(units, WIDTH / load, centred);
             all.push(Entry::new(

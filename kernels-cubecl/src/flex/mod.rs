@@ -61,6 +61,19 @@ impl Fused for Flex {
         norm::rms_norm_backward(&x, &scale, &weight, &dy)
     }
 
+    fn fused_added_norm(
+        x: FlexTensor,
+        residual: FlexTensor,
+        weight: FlexTensor,
+        bias: Option<FlexTensor>,
+        epsilon: f64,
+    ) -> [FlexTensor; 3] {
+        match bias {
+            Some(bias) => norm::added_layer_norm(&x, &residual, &weight, &bias, epsilon as f32),
+            None => norm::added_rms_norm(&x, &residual, &weight, epsilon as f32),
+        }
+    }
+
     fn fused_dropout_add(
         x: FlexTensor,
         residual: Option<FlexTensor>,

@@ -31,29 +31,96 @@ vectors! {
     }
 }
 
+/// A norm of `x`, and `per_row` statistics of each of its rows: `normalise` takes some rows at a time.
+fn normalised(
+    x: &FlexTensor,
+    per_row: usize,
+    normalise: impl Fn(&[f32], &mut [Unwritten], &mut [Unwritten]) + Sync,
+) -> (FlexTensor, FlexTensor) {
+    let ((rows, h), shape) = (rows_of(x), shape_of(x));
+    let x = Values::of(x);
+    let mut stats = Vec::new();
+    let at_once = rows_at_once(h);
+    // SAFETY: every row of both is written by the task that has it.
+    let y = unsafe {
+        written(rows * h, |y| {
+            stats = written(rows * per_row, |stats| {
+                let tasks = x.par_chunks(at_once * h).zip(y.par_chunks_mut(at_once * h));
+                let tasks = tasks.zip(stats.par_chunks_mut(at_once * per_row));
+                tasks.for_each(|((x, y), stats)| normalise(x, y, stats));
+            });
+        })
+    };
+    let stats = tensor(stats, Shape::new([rows, per_row]));
+    (tensor(y, shape), stats)
+}
+
+vectors! {
+    fn add_rows[M](x: &[f32], residual: &[f32], sums: &mut [Unwritten]) {
+        for ((x, residual), sum) in x.iter().zip(residual).zip(sums) {
+            sum.write(residual + x);
+        }
+    }
+}
+
+/// `residual + x`, and what [`normalised`] makes of it while its rows are at hand.
+fn added_and_normalised(
+    x: &FlexTensor,
+    residual: &FlexTensor,
+    per_row: usize,
+    normalise: impl Fn(&[f32], &mut [Unwritten], &mut [Unwritten]) + Sync,
+) -> [FlexTensor; 3] {
+    let ((rows, h), shape) = (rows_of(x), shape_of(x));
+    let (x, residual) = (Values::of(x), Values::of(residual));
+    let (mut y, mut stats) = (Vec::new(), Vec::new());
+    let at_once = rows_at_once(h);
+    // SAFETY: every row of all three is written by the task that has it; sums are read after they are written.
+    let sums = unsafe {
+        written(rows * h, |sums| {
+            y = written(rows * h, |y| {
+                stats = written(rows * per_row, |stats| {
+                    let inputs = x.par_chunks(at_once * h);
+                    let inputs = inputs.zip(residual.par_chunks(at_once * h));
+                    let outputs = y.par_chunks_mut(at_once * h);
+                    let outputs = outputs.zip(stats.par_chunks_mut(at_once * per_row));
+                    let tasks = inputs.zip(sums.par_chunks_mut(at_once * h));
+                    tasks
+                        .zip(outputs)
+                        .for_each(|(((x, residual), sums), (y, stats))| {
+                            add_rows(x, residual, sums);
+                            normalise(sums.assume_init_ref(), y, stats);
+                        });
+                });
+            });
+        })
+    };
+    let stats = tensor(stats, Shape::new([rows, per_row]));
+    [tensor(sums, shape.clone()), tensor(y, shape), stats]
+}
+
 pub fn layer_norm(
     x: &FlexTensor,
     weight: &FlexTensor,
     bias: &FlexTensor,
     epsilon: f32,
 ) -> (FlexTensor, FlexTensor) {
-    let ((rows, h), shape) = (rows_of(x), shape_of(x));
-    let (x, weight, bias) = (Values::of(x), Values::of(weight), Values::of(bias));
-    let mut stats = Vec::new();
-    let at_once = rows_at_once(h);
-    // SAFETY: every row of both is written by the task that has it.
-    let y = unsafe {
-        written(rows * h, |y| {
-            stats = written(rows * 2, |stats| {
-                let tasks = x.par_chunks(at_once * h).zip(y.par_chunks_mut(at_once * h));
-                let tasks = tasks.zip(stats.par_chunks_mut(at_once * 2));
-                tasks.for_each(|((x, y), stats)| {
-                    layer_norm_rows(x, y, stats, &weight, &bias, epsilon)
-                });
-            });
-        })
-    };
-    (tensor(y, shape), tensor(stats, Shape::new([rows, 2])))
+    let (weight, bias) = (Values::of(weight), Values::of(bias));
+    normalised(x, 2, |x, y, stats| {
+        layer_norm_rows(x, y, stats, &weight, &bias, epsilon);
+    })
+}
+
+pub fn added_layer_norm(
+    x: &FlexTensor,
+    residual: &FlexTensor,
+    weight: &FlexTensor,
+    bias: &FlexTensor,
+    epsilon: f32,
+) -> [FlexTensor; 3] {
+    let (weight, bias) = (Values::of(weight), Values::of(bias));
+    added_and_normalised(x, residual, 2, |x, y, stats| {
+        layer_norm_rows(x, y, stats, &weight, &bias, epsilon);
+    })
 }
 
 vectors! {
@@ -170,21 +237,22 @@ vectors! {
 }
 
 pub fn rms_norm(x: &FlexTensor, weight: &FlexTensor, epsilon: f32) -> (FlexTensor, FlexTensor) {
-    let ((rows, h), shape) = (rows_of(x), shape_of(x));
-    let (x, weight) = (Values::of(x), Values::of(weight));
-    let mut scales = Vec::new();
-    let at_once = rows_at_once(h);
-    // SAFETY: every row of both is written by the task that has it.
-    let y = unsafe {
-        written(rows * h, |y| {
-            scales = written(rows, |scales| {
-                let tasks = x.par_chunks(at_once * h).zip(y.par_chunks_mut(at_once * h));
-                let tasks = tasks.zip(scales.par_chunks_mut(at_once));
-                tasks.for_each(|((x, y), scales)| rms_norm_rows(x, y, scales, &weight, epsilon));
-            });
-        })
-    };
-    (tensor(y, shape), tensor(scales, Shape::new([rows, 1])))
+    let weight = Values::of(weight);
+    normalised(x, 1, |x, y, scales| {
+        rms_norm_rows(x, y, scales, &weight, epsilon);
+    })
+}
+
+pub fn added_rms_norm(
+    x: &FlexTensor,
+    residual: &FlexTensor,
+    weight: &FlexTensor,
+    epsilon: f32,
+) -> [FlexTensor; 3] {
+    let weight = Values::of(weight);
+    added_and_normalised(x, residual, 1, |x, y, scales| {
+        rms_norm_rows(x, y, scales, &weight, epsilon);
+    })
 }
 
 vectors! {
