@@ -1,12 +1,11 @@
 //! Flat buffers on a device: the parameters of a model, or their gradients, one after another in one tensor, so that a
 //! step takes a few launches however many parameters there are.
 
-use crate::Fused;
 use crate::adamw::AdamWFactors;
+use crate::{Fused, from_dispatch, into_dispatch};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{
-    Backend, BackendTensor, DispatchDevice, DispatchKindConversion, DispatchTensor, Flex,
-    TensorMetadata,
+    Backend, DispatchDevice, DispatchKindConversion, DispatchTensor, Flex, TensorMetadata,
 };
 use burn::tensor::{DType, Device, Slice, Tensor};
 use std::ops::Range;
@@ -167,15 +166,14 @@ fn primitive<B: Backend>(x: Tensor<1>) -> FloatTensor<B>
 where
     DispatchTensor: DispatchKindConversion<B>,
 {
-    let x = <DispatchTensor as DispatchKindConversion<B>>::try_into_backend(x.into_dispatch());
-    x.expect("a tensor of that device without a graph").float()
+    from_dispatch::<B>(x.into_dispatch())
 }
 
 fn tensor<B: Backend>(x: FloatTensor<B>) -> Tensor<1>
 where
     DispatchTensor: DispatchKindConversion<B>,
 {
-    Tensor::from_dispatch(DispatchTensor::from_backend(BackendTensor::<B>::Float(x)))
+    Tensor::from_dispatch(into_dispatch::<B>(x))
 }
 
 /// In primitives.

@@ -36,7 +36,9 @@ pub use fused::Fused;
 pub use ops::KernelOps;
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
+use burn::backend::{
+    Backend, BackendTensor, DispatchKindConversion, DispatchTensor, TensorMetadata,
+};
 use burn::tensor::{DType, FloatDType, Shape};
 
 /// `x` in f32, if it has 16 bits: for arithmetic of which the result alone is to be rounded.
@@ -53,6 +55,26 @@ pub fn narrowed<B: Backend>(x: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
         true => x,
         false => B::float_cast(x, dtype.into()),
     }
+}
+
+/// A tensor of Burn's run-time choice of backend as one of the backend that it is known to be of.
+///
+/// # Panics
+/// If it is of another, or has a graph that the backend has not.
+pub fn from_dispatch<B: Backend>(x: DispatchTensor) -> FloatTensor<B>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    let x = <DispatchTensor as DispatchKindConversion<B>>::try_into_backend(x);
+    x.expect("a tensor of the graph's own backend").float()
+}
+
+/// The way back.
+pub fn into_dispatch<B: Backend>(x: FloatTensor<B>) -> DispatchTensor
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    DispatchTensor::from_backend(BackendTensor::<B>::Float(x))
 }
 
 /// The shape of `[.., n]` as a matrix of rows.

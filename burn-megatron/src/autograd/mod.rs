@@ -37,11 +37,11 @@ use crate::comm::CommRef;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{
-    Autodiff, Backend, BackendTensor, DispatchKindConversion, DispatchTensor, ExecutionError, Flex,
+    Autodiff, Backend, DispatchKindConversion, DispatchTensor, ExecutionError, Flex,
     TensorMetadata, backend_extension,
 };
 use burn::tensor::{FloatDType, TensorData};
-use burn_megatron_kernels::Fused;
+use burn_megatron_kernels::{Fused, from_dispatch, into_dispatch};
 
 /// The operations of this module as an extension of Burn's backends.
 ///
@@ -167,23 +167,6 @@ where
     ) -> FloatTensor<Self> {
         recompute::autodiff::<B, C>(x, parameters, output, replay)
     }
-}
-
-/// A tensor of Burn's run-time choice of backend as one of the backend that it is known to be of.
-fn from_dispatch<B: Backend>(x: DispatchTensor) -> FloatTensor<B>
-where
-    DispatchTensor: DispatchKindConversion<B>,
-{
-    let x = <DispatchTensor as DispatchKindConversion<B>>::try_into_backend(x);
-    x.expect("a tensor of the graph's own backend").float()
-}
-
-/// The way back.
-fn into_dispatch<B: Backend>(x: FloatTensor<B>) -> DispatchTensor
-where
-    DispatchTensor: DispatchKindConversion<B>,
-{
-    DispatchTensor::from_backend(BackendTensor::<B>::Float(x))
 }
 
 /// Reads a float tensor back to the host, as contiguous data.

@@ -2,7 +2,8 @@
 
 use crate::comm::{Communicator, all_gather_values};
 use crate::error::Result;
-use burn::tensor::{Slice, Tensor};
+use crate::shard::slice;
+use burn::tensor::Tensor;
 use burn_megatron_kernels::flat::{self, Ranges};
 use rayon::prelude::*;
 use std::iter::Sum;
@@ -30,13 +31,8 @@ impl SumOfSquares {
 
     /// Of the elements of a tensor in each of the ranges, added up there in f32.
     pub fn of_ranges(values: &Tensor<1>, ranges: &Ranges) -> Self {
-        let sums = ranges.iter().map(|range| {
-            let part = match range.len() == values.dims()[0] {
-                true => values.clone(),
-                false => values.clone().slice([Slice::from(range)]),
-            };
-            flat::square_sum(part)
-        });
+        let sums = ranges.iter();
+        let sums = sums.map(|range| flat::square_sum(slice(values, range)));
         let sums: Vec<Tensor<1>> = sums.collect();
         if sums.is_empty() {
             return SumOfSquares::default();

@@ -1,6 +1,7 @@
 //! A rank's flat buffers: the elements of all its parameters, or those that it owns, one after another in f32.
 
-use burn::tensor::{DType, Device, FloatDType, Slice, Tensor, TensorData};
+use super::host_data;
+use burn::tensor::{DType, Device, Slice, Tensor, TensorData};
 use burn_megatron_kernels::flat::is_host;
 use std::borrow::Cow;
 use std::ops::Range;
@@ -107,8 +108,8 @@ impl FlatBuffer {
                 let parts = ranges.iter().map(|range| &values[range.clone()]);
                 FlatBuffer::Host(parts.flatten().copied().collect())
             }
-            (FlatBuffer::Device(values), [all]) if *all == (0..values.dims()[0]) => {
-                FlatBuffer::Device(values.clone())
+            (FlatBuffer::Device(values), [range]) => {
+                FlatBuffer::Device(slice(values, range.clone()))
             }
             (FlatBuffer::Device(values), ranges) => {
                 let parts = ranges.iter().map(|range| slice(values, range.clone()));
@@ -118,7 +119,8 @@ impl FlatBuffer {
     }
 }
 
-fn slice(values: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
+/// Some of a tensor's values; itself, if they are all.
+pub(crate) fn slice(values: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
     match range == (0..values.dims()[0]) {
         true => values.clone(),
         false => values.clone().slice([Slice::from(range)]),
@@ -132,6 +134,7 @@ pub(crate) fn upload(values: Vec<f32>, device: &Device) -> Tensor<1> {
 }
 
 fn download(values: Tensor<1>) -> Vec<f32> {
-    let data = values.cast(FloatDType::F32).into_data();
-    data.try_into_vec_as().expect("the tensor is f32")
+    host_data(values)
+        .try_into_vec_as()
+        .expect("the tensor is f32")
 }

@@ -13,7 +13,7 @@ mod weights;
 
 pub use builder::ParallelBuilder;
 pub use flat::FlatBuffer;
-pub(crate) use flat::upload;
+pub(crate) use flat::{slice, upload};
 pub use model::{ParamRecord, ShardedModel};
 pub(crate) use model::{add, f32s, host_data};
 pub use spec::{Init, ParamSpec, Sharding};
