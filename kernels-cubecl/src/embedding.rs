@@ -20,8 +20,15 @@ pub fn embedding_rows(table: Tensor<2>, index: Tensor<1, Int>, kernels: Kernels)
     Tensor::from_dispatch(Dispatch::embedding_rows(table, index, kernels))
 }
 
-pub(crate) fn forward<B: Backend>(table: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
-    B::float_select(table, 0, index)
+pub(crate) fn forward<B: Fused>(
+    table: FloatTensor<B>,
+    index: IntTensor<B>,
+    kernels: Kernels,
+) -> FloatTensor<B> {
+    match kernels.fuse::<B>(&table) {
+        true => B::fused_rows_at(table, index),
+        false => B::float_select(table, 0, index),
+    }
 }
 
 /// The table's gradient, of its `shape` and type.
@@ -70,7 +77,7 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
 
     let whole = table.clone();
     let (table, node) = table.into_parts();
-    let rows = forward::<B>(table, index.clone());
+    let rows = forward::<B>(table, index.clone(), kernels);
     match EmbeddingBackward
         .prepare::<C>([node])
         .compute_bound()

@@ -124,6 +124,11 @@ pub trait Fused: Backend {
         linear::weight_gradient_reference::<Self>(dy, x)
     }
 
+    /// The rows `index [n]` of `table [rows, h]`.
+    fn fused_rows_at(table: FloatTensor<Self>, index: IntTensor<Self>) -> FloatTensor<Self> {
+        Self::float_select(table, 0, index)
+    }
+
     /// Adds rows `dy [n, h]` to the rows `index [n]` of `table`; in f32, and rounded once.
     fn fused_add_rows_at(
         table: FloatTensor<Self>,

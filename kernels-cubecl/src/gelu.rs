@@ -88,7 +88,7 @@ fn biased<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatT
     B::float_add(x, B::float_reshape(widened::<B>(bias), Shape::from(shape)))
 }
 
-fn backward<B: Fused>(
+pub(crate) fn backward<B: Fused>(
     x: FloatTensor<B>,
     bias: Option<FloatTensor<B>>,
     how: GeluApproximation,

@@ -5,6 +5,7 @@
 //! any float type, and as *fused* kernels of one pass over memory where a backend has them ([`Fused`]).
 //! [`Kernels`] says which runs.
 
+mod activation;
 mod choice;
 #[cfg(feature = "cube")]
 pub mod cube;
@@ -14,6 +15,7 @@ mod fused;
 mod ops;
 pub mod random;
 
+pub mod activated_linear;
 pub mod adamw;
 pub mod added_norm;
 pub mod attention;
@@ -31,6 +33,7 @@ pub mod swiglu;
 #[cfg(test)]
 mod tests;
 
+pub use activation::Activation;
 pub use choice::Kernels;
 pub use fused::Fused;
 pub use ops::KernelOps;

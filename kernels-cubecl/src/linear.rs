@@ -77,7 +77,7 @@ fn with_last(mut shape: Shape, last: usize) -> Shape {
 }
 
 /// The gradients of input and weight, where they are wanted.
-fn backward<B: Fused>(
+pub(crate) fn backward<B: Fused>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     dy: FloatTensor<B>,

@@ -1,11 +1,13 @@
 //! The operations as an extension of Burn's backends.
 
+use crate::activated_linear::Bias;
 use crate::attention::{self, AttentionOptions};
 use crate::dropout::HiddenKeep;
 use crate::gelu::{self, GeluApproximation};
 use crate::rotary::{self, Heads, RotaryTable};
 use crate::{
-    Fused, Kernels, added_norm, dropout_add, embedding, layer_norm, linear, rms_norm, swiglu,
+    Activation, Fused, Kernels, activated_linear, added_norm, dropout_add, embedding, layer_norm,
+    linear, rms_norm, swiglu,
 };
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -72,6 +74,15 @@ pub trait KernelOps: Backend {
         weight: FloatTensor<Self>,
         bias: FloatTensor<Self>,
         epsilon: f64,
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
+
+    fn activated_linear(
+        x: FloatTensor<Self>,
+        #[extension_type] bias: Bias<Self>,
+        weight: FloatTensor<Self>,
+        #[extension_type] out_bias: Bias<Self>,
+        activation: Activation,
         kernels: Kernels,
     ) -> FloatTensor<Self>;
 
@@ -163,9 +174,9 @@ macro_rules! forwards {
             fn embedding_rows(
                 table: FloatTensor<Self>,
                 index: IntTensor<Self>,
-                _: Kernels,
+                kernels: Kernels,
             ) -> FloatTensor<Self> {
-                embedding::forward::<Self>(table, index)
+                embedding::forward::<Self>(table, index, kernels)
             }
 
             fn gelu_op(
@@ -193,6 +204,17 @@ macro_rules! forwards {
                 kernels: Kernels,
             ) -> FloatTensor<Self> {
                 layer_norm::forward::<Self>(x, weight, bias, epsilon, kernels).0
+            }
+
+            fn activated_linear(
+                x: FloatTensor<Self>,
+                bias: Bias<Self>,
+                weight: FloatTensor<Self>,
+                out_bias: Bias<Self>,
+                activation: Activation,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                activated_linear::forward::<Self>(x, bias, weight, out_bias, activation, kernels)
             }
 
             fn linear_op(
@@ -320,6 +342,17 @@ impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
         kernels: Kernels,
     ) -> FloatTensor<Self> {
         layer_norm::autodiff::<B, C>(x, weight, bias, epsilon, kernels)
+    }
+
+    fn activated_linear(
+        x: FloatTensor<Self>,
+        bias: Bias<Self>,
+        weight: FloatTensor<Self>,
+        out_bias: Bias<Self>,
+        activation: Activation,
+        kernels: Kernels,
+    ) -> FloatTensor<Self> {
+        activated_linear::autodiff::<B, C>(x, bias, weight, out_bias, activation, kernels)
     }
 
     fn linear_op(

@@ -41,6 +41,17 @@ pub(crate) fn forward<B: Fused>(x: FloatTensor<B>, kernels: Kernels) -> FloatTen
     }
 }
 
+pub(crate) fn backward<B: Fused>(
+    x: FloatTensor<B>,
+    kernels: Kernels,
+    dy: FloatTensor<B>,
+) -> FloatTensor<B> {
+    match kernels.fuse::<B>(&x) {
+        true => B::fused_swiglu_backward(x, dy),
+        false => reference_backward::<B>(x, dy),
+    }
+}
+
 fn reference<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let dtype = x.dtype();
     let [gate, up] = halves::<B>(widened::<B>(x));
@@ -76,10 +87,7 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
             let (x, kernels) = ops.state;
             unary::<B, _>(ops.parents, ops.node, grads, |dy| {
-                match kernels.fuse::<B>(&x) {
-                    true => B::fused_swiglu_backward(x, dy),
-                    false => reference_backward::<B>(x, dy),
-                }
+                backward::<B>(x, kernels, dy)
             });
         }
     }

@@ -1,6 +1,7 @@
 //! Every operation in both of its forms: values and gradients against the reference in f64, and the reference's
 //! gradients against finite differences.
 
+use crate::activated_linear::activated_linear;
 use crate::adamw::AdamWFactors;
 use crate::added_norm::{added_layer_norm, added_rms_norm};
 use crate::attention::{AttentionOptions, causal_attention};
@@ -14,7 +15,7 @@ use crate::linear::linear_bias;
 use crate::rms_norm::rms_norm;
 use crate::rotary::{Heads, RotaryTable, rotary_embedding};
 use crate::swiglu::swiglu;
-use crate::{Fused, Kernels, random};
+use crate::{Activation, Fused, Kernels, random};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex, TensorMetadata, try_read_sync};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
@@ -255,6 +256,37 @@ fn activations() {
         check("swiglu", &[gated], &|x, kernels| {
             swiglu(x[0].clone(), kernels)
         });
+    }
+}
+
+/// Their backward makes again what the forward did not keep.
+#[test]
+fn activated_linear_layers() {
+    for ([s, b, f], o) in [([3, 2, 5], 7), ([1, 1, 2], 4), ([70, 2, 34], 48)] {
+        let weight = |x: &Tensor<3>| x.clone().reshape([o, f]);
+        for how in [GeluApproximation::Tanh, GeluApproximation::Erf] {
+            let gelu = Activation::Gelu(how);
+            let shapes = [[s, b, f], [1, 1, f], [1, o, f], [1, 1, o]];
+            check("gelu and linear, biased", &shapes, &|x, kernels| {
+                let biases = [1, 3].map(|i| Some(vector(&x[i])));
+                let [bias, out_bias] = biases;
+                activated_linear(x[0].clone(), bias, weight(&x[2]), out_bias, gelu, kernels)
+            });
+            check("gelu and linear", &[[s, b, f], [1, o, f]], &|x, kernels| {
+                activated_linear(x[0].clone(), None, weight(&x[1]), None, gelu, kernels)
+            });
+        }
+        for activation in [Activation::SwiGlu, Activation::SquaredRelu] {
+            let shapes = [[s, b, activation.inputs() * f], [1, o, f], [1, 1, o]];
+            check(
+                &format!("{activation:?} and linear"),
+                &shapes,
+                &|x, kernels| {
+                    let bias = Some(vector(&x[2]));
+                    activated_linear(x[0].clone(), None, weight(&x[1]), bias, activation, kernels)
+                },
+            );
+        }
     }
 }
 

@@ -14,6 +14,7 @@ mod mappings;
 mod recompute;
 mod seed;
 
+pub use burn_megatron_kernels::activated_linear::activated_linear;
 pub use burn_megatron_kernels::added_norm::{added_layer_norm, added_rms_norm};
 pub use burn_megatron_kernels::attention::{AttentionOptions, causal_attention};
 pub use burn_megatron_kernels::embedding::embedding_rows;

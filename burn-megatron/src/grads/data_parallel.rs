@@ -57,6 +57,12 @@ impl DataParallelConfig {
         }
     }
 
+    /// Whether the model's parameters and the optimizer's are the same values on a host of so many data-parallel
+    /// ranks: both in f32, and all of the rank's own.
+    pub(crate) fn shares_weights(&self, precision: Precision, dp: usize) -> bool {
+        precision == Precision::Fp32 && (dp == 1 || !self.use_distributed_optimizer)
+    }
+
     /// Whether anything is communicated beside the computation.
     pub fn overlaps(&self) -> bool {
         self.overlap_grad_reduce || self.overlap_param_gather

@@ -5,44 +5,13 @@ use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, RowParallelLinear, RowParallelLinearConfig,
 };
 use crate::Kernels;
-use crate::autograd::{GeluApproximation, bias_gelu, gelu, swiglu};
+use crate::autograd::{bias_gelu, gelu, swiglu};
 use crate::dropout::PassContext;
 use crate::shard::ParallelBuilder;
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::activation::relu;
-
-/// What stands between the two linear layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    Gelu(GeluApproximation),
-    /// `silu(gate) ∘ up`, with gate and up side by side in `linear_fc1`.
-    SwiGlu,
-    /// `max(x, 0)²` (So et al. 2021).
-    SquaredRelu,
-}
-
-impl Activation {
-    /// Features that it takes for each that it gives.
-    pub fn inputs(self) -> usize {
-        match self {
-            Activation::SwiGlu => 2,
-            Activation::Gelu(_) | Activation::SquaredRelu => 1,
-        }
-    }
-
-    /// `[.., inputs · f] -> [.., f]`
-    pub fn forward<const D: usize>(self, x: Tensor<D>, kernels: Kernels) -> Tensor<D> {
-        match self {
-            Activation::Gelu(approximation) => gelu(x, approximation, kernels),
-            Activation::SwiGlu => swiglu(x, kernels),
-            Activation::SquaredRelu => {
-                let x = relu(x);
-                x.clone() * x
-            }
-        }
-    }
-}
+pub use burn_megatron_kernels::Activation;
 
 /// Configuration of an [`Mlp`].
 #[derive(Debug, Clone)]
@@ -109,11 +78,22 @@ pub struct Mlp {
 impl Mlp {
     /// `[s, b, h] -> [s, b, h]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let inner = match (self.linear_fc1.forward(x), self.activation) {
-            ((inner, Some(bias)), Activation::Gelu(how)) => {
-                bias_gelu(inner, bias, how, self.kernels)
+        let (inner, bias) = self.linear_fc1.forward(x);
+        if self.kernels.fuse_on(&inner.device(), inner.dtype()) {
+            // Between the two nothing is kept.
+            return self
+                .linear_fc2
+                .forward_activated(inner, bias, self.activation)
+                .0;
+        }
+        let inner = match (self.activation, bias) {
+            (Activation::Gelu(how), Some(bias)) => bias_gelu(inner, bias, how, self.kernels),
+            (Activation::Gelu(how), None) => gelu(inner, how, self.kernels),
+            (Activation::SwiGlu, _) => swiglu(inner, self.kernels),
+            (Activation::SquaredRelu, _) => {
+                let inner = relu(inner);
+                inner.clone() * inner
             }
-            ((inner, _), activation) => activation.forward(inner, self.kernels),
         };
         self.linear_fc2.forward(inner).0
     }

@@ -1,9 +1,9 @@
 //! A linear layer split by input features.
 
-use super::{DEFAULT_INIT_STD, add_bias};
+use super::{Activation, DEFAULT_INIT_STD, add_bias};
 use crate::Kernels;
 use crate::autograd::{
-    linear, linear_bias, reduce_from_tensor_parallel_region,
+    activated_linear, linear, linear_bias, reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region, scatter_to_tensor_parallel_region,
 };
 use crate::comm::CommRef;
@@ -84,12 +84,38 @@ impl RowParallelLinear {
             true => x,
             false => scatter_to_tensor_parallel_region(x, &self.tp),
         };
-        let bias = self.bias.as_ref().map(|bias| bias.val());
-        if let (1, false, Some(bias)) = (self.tp.size(), self.skip_bias_add, &bias) {
-            let y = linear_bias(x, self.weight.val(), bias.clone(), self.kernels);
-            return (y, None);
+        self.output(|weight, bias| match bias {
+            Some(bias) => linear_bias(x, weight, bias, self.kernels),
+            None => linear(x, weight, self.kernels),
+        })
+    }
+
+    /// The same for `activation(x + bias)`, which no graph keeps.
+    ///
+    /// # Panics
+    /// Without `input_is_parallel`.
+    pub fn forward_activated<const D: usize>(
+        &self,
+        x: Tensor<D>,
+        bias: Option<Tensor<1>>,
+        activation: Activation,
+    ) -> (Tensor<D>, Option<Tensor<1>>) {
+        assert!(self.input_is_parallel, "the activation's input is split");
+        self.output(|weight, out_bias| {
+            activated_linear(x, bias, weight, out_bias, activation, self.kernels)
+        })
+    }
+
+    /// Sums the ranks' products. The bias goes into the product where it is the only one.
+    fn output<const D: usize>(
+        &self,
+        product: impl FnOnce(Tensor<2>, Option<Tensor<1>>) -> Tensor<D>,
+    ) -> (Tensor<D>, Option<Tensor<1>>) {
+        let (weight, bias) = (self.weight.val(), self.bias.as_ref().map(Param::val));
+        if self.tp.size() == 1 && !self.skip_bias_add {
+            return (product(weight, bias), None);
         }
-        let partial = linear(x, self.weight.val(), self.kernels);
+        let partial = product(weight, None);
         let y = match self.sequence_parallel {
             true => reduce_scatter_to_sequence_parallel_region(partial, &self.tp),
             false => reduce_from_tensor_parallel_region(partial, &self.tp),

@@ -197,8 +197,8 @@ impl<M: Module> ShardedModel<M> {
         }
     }
 
-    /// Replaces all parameters by their elements of `flat`, a tensor of the model's type on its device. No value
-    /// visits the host.
+    /// Replaces all parameters by their elements of `flat`, a tensor of the model's type on its device. On a card no value
+    /// visits the host; there, parameters are views of `flat`.
     ///
     /// # Panics
     /// If `flat` is not as long as the parameters.
@@ -209,9 +209,20 @@ impl<M: Module> ShardedModel<M> {
             "one value per parameter element"
         );
         let ranges: Vec<_> = self.params.iter().map(|p| p.range.clone()).collect();
-        let mut give = Give(flat::scatter(flat, &ranges).into_iter());
+        let mut give = Give {
+            params: self.params.iter(),
+            values: flat::scatter(flat, &ranges).into_iter(),
+        };
         for chunk in &mut self.chunks {
             *chunk = chunk.clone().map(&mut give);
+        }
+    }
+
+    /// Leaves every parameter without values, until they are set: whoever else holds what they were views of may change
+    /// it in place.
+    pub(crate) fn let_go(&mut self) {
+        for chunk in &mut self.chunks {
+            *chunk = chunk.clone().map(&mut LetGo);
         }
     }
 
@@ -406,14 +417,31 @@ impl ModuleVisitor for AddGradients<'_> {
 }
 
 /// Gives parameters their values.
-struct Give(std::vec::IntoIter<Tensor<1>>);
+struct Give<'a> {
+    params: std::slice::Iter<'a, ParamRecord>,
+    values: std::vec::IntoIter<Tensor<1>>,
+}
 
-impl ModuleMapper for Give {
+impl ModuleMapper for Give<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let record = self.params.next().expect(IN_ORDER);
+        let (id, _, mapper) = param.consume();
+        let value = self.values.next().expect("one value for each parameter");
+        let shape: [usize; D] = (record.spec.local_shape().try_into())
+            .expect("as many dimensions as the parameter has");
+        let value = value.reshape(shape).autodiff();
+        Param::from_mapped_value(id, value.require_grad(), mapper)
+    }
+}
+
+/// Takes parameters' values away.
+struct LetGo;
+
+impl ModuleMapper for LetGo {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, old, mapper) = param.consume();
-        let value = self.0.next().expect("one value for each parameter");
-        let value = value.reshape(old.dims()).autodiff();
-        Param::from_mapped_value(id, value.require_grad(), mapper)
+        let none = Tensor::empty([0; D], (&old.device(), old.dtype()));
+        Param::from_mapped_value(id, none, mapper)
     }
 }
 

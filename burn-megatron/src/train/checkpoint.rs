@@ -76,13 +76,14 @@ impl<M: Stage> Trainer<M> {
     /// to be used then. Or if another rank fails.
     pub fn load(&mut self, checkpoint: &Checkpoint, options: LoadOptions) -> Result<()> {
         let names = self.model.names_of_all_stages()?;
-        let params = self.model.params();
-        let problems = checkpoint.misfits(params, &names);
+        let problems = checkpoint.misfits(self.model.params(), &names);
         if !problems.is_empty() {
             let path = checkpoint.path().to_path_buf();
             return Err(ErrorKind::Weights { path, problems }.into());
         }
-        let owned = self.data_parallel.owned();
+        self.take_values();
+        let mut values = std::mem::take(&mut self.values);
+        let (params, owned) = (self.model.params(), self.data_parallel.owned());
         let read = |kind, buffer: &mut FlatBuffer| -> Result<()> {
             buffer.change(0..owned.len(), |packed| {
                 owned.parts().iter().try_for_each(|part| {
@@ -92,7 +93,8 @@ impl<M: Stage> Trainer<M> {
                 })
             })
         };
-        read(Kind::Weight, &mut self.values)?;
+        read(Kind::Weight, &mut values)?;
+        self.values = values;
         let Progress {
             iteration,
             consumed_samples,

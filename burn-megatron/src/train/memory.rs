@@ -2,6 +2,7 @@
 //! measured of it.
 
 use super::{ResolvedConfig, Trainer};
+use crate::RankDevice;
 use crate::comm::all_gather_values;
 use crate::error::Result;
 use crate::layers::{Activation, Normalization, Recompute};
@@ -16,7 +17,8 @@ pub struct RankMemory {
     pub weights: u64,
     /// The sums of their gradients over a step's microbatches.
     pub gradients: u64,
-    /// Master weights and what the optimizer keeps of each (Adam both moments); of a distributed optimizer this rank's part.
+    /// What the optimizer keeps of each weight (Adam both moments), and master weights where they are not the model's own;
+    /// of a distributed optimizer this rank's part.
     pub optimizer: u64,
     /// What the graphs of all microbatches in flight keep for their backwards, at most.
     pub activations: u64,
@@ -43,11 +45,15 @@ impl RankMemory {
             true => elements / config.layout().dp,
             false => elements,
         };
-        let state = config.config().optimizer.rule().state();
+        let (given, dp) = (config.config(), config.layout().dp);
+        let precision = given.mixed_precision.precision();
+        let shared =
+            given.device == RankDevice::Cpu && given.data_parallel.shares_weights(precision, dp);
+        let kept = given.optimizer.rule().state().len() + usize::from(!shared);
         RankMemory {
             weights: value_bytes(config) * config.parameters_per_rank(pp_rank) as u64,
             gradients: F32 * elements as u64,
-            optimizer: (1 + state.len()) as u64 * F32 * owned as u64,
+            optimizer: kept as u64 * F32 * owned as u64,
             activations: activations(config, pp_rank),
         }
     }
@@ -86,9 +92,10 @@ fn activations(config: &ResolvedConfig, pp_rank: usize) -> u64 {
 /// | both norms: the input; their outputs, as the inputs of QKV and fc1 | `4 sbh` |
 /// | attention: Q, K, V, and its output as the projection's input | `4 sbh/t` |
 /// | attention that is not fused: probabilities, unless they are recomputed | `as²b/t` |
-/// | MLP: GELU's input, and its output as the input of fc2 | `8 sbh/t` |
+/// | MLP: GELU's input | `4 sbh/t` |
+/// | MLP that is not fused: GELU's output, as the input of fc2, as well | `4 sbh/t` |
 ///
-/// In bytes of f32 `sbh (16 + 48/t)`, and in 16 bits, which have no fused attention on the CPU,
+/// In bytes of f32 `sbh (16 + 32/t)`, and in 16 bits, which nothing is fused for on the CPU,
 /// `sbh (8 + 24/t + 2as/(ht))`; Korthikanti et al. 2022 count `sbh (10 + 24/t + 5as/(ht))`: dropout's masks are made
 /// again here. Sequence parallelism divides the first row by `t` as
 /// well. Full recomputation keeps `sbh` for each group of layers, `sbh/t` under sequence parallelism.
@@ -162,7 +169,8 @@ impl<'a> KeptValues<'a> {
             Activation::SwiGlu => of(2 * f),
             Activation::Gelu(_) | Activation::SquaredRelu => of(f),
         };
-        let values = qkv + of(a * d) + inner + of(f);
+        let output = if self.config.fuses() { 0 } else { of(f) };
+        let values = qkv + of(a * d) + inner + output;
         let attention = head_norms + probabilities;
         2 * self.norm() + attention + self.value * values
     }
@@ -325,10 +333,10 @@ mod tests {
             let (stats, lse) = (4 * F32 * S * B, F32 * A * S * B / t);
             assert_eq!(
                 bytes(false, &dropout()),
-                16 * sbh + 48 * sbh / t + stats + lse
+                16 * sbh + 32 * sbh / t + stats + lse
             );
             if t > 1 {
-                let divided = (16 * sbh + stats) / t + 48 * sbh / t + lse;
+                let divided = (16 * sbh + stats) / t + 32 * sbh / t + lse;
                 assert_eq!(bytes(true, &dropout()), divided);
             }
             let probabilities = 4 * A * S * S * B / t;

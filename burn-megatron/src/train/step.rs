@@ -13,10 +13,11 @@ use crate::models::Stage;
 use crate::models::gpt::GptModel;
 use crate::optim::{LossScaler, Optimizer, StepFactors};
 use crate::pipeline::{self, Schedule, Span};
-use crate::shard::{FlatBuffer, FullWeights, ParallelBuilder, ShardedModel};
+use crate::shard::{FlatBuffer, FullWeights, ParallelBuilder, ShardedModel, upload};
 use crate::topology::nearest::multiples;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
+use burn_megatron_kernels::flat::is_host;
 use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
@@ -52,9 +53,11 @@ pub struct Trainer<M = GptModel> {
     evaluation: Schedule,
     pub(super) data_parallel: Arc<DataParallel>,
     pub(super) optimizer: Optimizer,
-    /// The optimizer's copy of the parameters that this rank owns, packed.
+    /// The parameters that this rank owns, packed: the optimizer's copy of them, or the model's own.
     pub(super) values: FlatBuffer,
-    /// Sums over the step's microbatches, in flat order; between steps, on the host, the parameters.
+    /// Whether the model's parameters are views of `values`.
+    shares_values: bool,
+    /// Sums over the step's microbatches, in flat order; between steps perhaps the parameters.
     gradients: FlatBuffer,
     pub(super) iteration: usize,
     /// Samples of all steps so far, over all ranks.
@@ -116,7 +119,7 @@ impl<M: Stage> Trainer<M> {
     /// If the pipeline's schedule cannot run the batch, with what it can; or if the sequence does not
     /// divide over the ranks of a sequence-parallel model.
     pub fn for_model(
-        model: ShardedModel<M>,
+        mut model: ShardedModel<M>,
         config: TrainerConfig,
         rank: &RankContext,
     ) -> Result<Self> {
@@ -149,12 +152,18 @@ impl<M: Stage> Trainer<M> {
         let (chunks, whole) = (model.chunks().len(), config.batch.global_batch_size);
         config.check_rampup(chunks, &rank.groups)?;
         let schedule = config.schedule_of(chunks, &rank.groups, whole)?;
-        let (params, dp) = (model.params(), &*rank.groups.dp.comm);
+        let dp = &*rank.groups.dp.comm;
         let data_parallel = DataParallel::new(config.data_parallel, &model, dp);
+        let shares_values =
+            is_host(&rank.device) && config.data_parallel.shares_weights(precision, dp.size());
         let (optimizer, optimizer_bytes) = rank.memory.measure(|| {
             let owned = data_parallel.owned();
             let rule = config.optimizer.rule();
-            let optimizer = Optimizer::new(rule, params, owned, &rank.device);
+            let optimizer = Optimizer::new(rule, model.params(), owned, &rank.device);
+            if shares_values {
+                let values = model.values();
+                return (optimizer, share(&mut model, values));
+            }
             let values = owned.pack(&model.values());
             (optimizer, FlatBuffer::new(values, &rank.device))
         });
@@ -176,6 +185,7 @@ impl<M: Stage> Trainer<M> {
             data_parallel: Arc::new(data_parallel),
             optimizer,
             values,
+            shares_values,
             gradients,
             memory,
             model,
@@ -251,6 +261,7 @@ impl<M: Stage> Trainer<M> {
                 lr: learning_rate,
                 weight_decay,
             };
+            self.take_values();
             let (values, precision) = (&mut self.values, self.model.precision());
             let rounded = (self.optimizer).step(values, &self.gradients, step, precision);
             self.publish_values(rounded)?;
@@ -425,9 +436,24 @@ impl<M: Stage> Trainer<M> {
             .map_or(Ok(()), OverlappedGather::finish)
     }
 
+    /// Takes what the model shares with the optimizer from it, to be changed in place and
+    /// [published](Trainer::publish_values).
+    pub(super) fn take_values(&mut self) {
+        if self.shares_values {
+            self.model.let_go();
+            let values = std::mem::take(&mut self.values).into_host();
+            self.values = FlatBuffer::Host(values);
+        }
+    }
+
     /// Gives the model the values that the ranks of the data-parallel group own: `rounded` holds those of this rank in
     /// the model's type, if the device has made them.
     pub(super) fn publish_values(&mut self, rounded: Option<Tensor<1>>) -> Result<()> {
+        if self.shares_values {
+            let values = std::mem::take(&mut self.values).into_host();
+            self.values = share(&mut self.model, values);
+            return Ok(());
+        }
         let dp = &self.context.groups.dp.comm;
         if let (Some(background), true) = (
             &self.background,
@@ -533,4 +559,11 @@ impl<M: Stage> Trainer<M> {
                 .then_some(self.context.rank),
         }
     }
+}
+
+/// Makes the parameters views of `values`, all of them in flat order, on the host.
+fn share<M: Module>(model: &mut ShardedModel<M>, values: Vec<f32>) -> FlatBuffer {
+    let values = upload(values, &Device::flex());
+    model.set_values_on_device(values.clone());
+    FlatBuffer::Device(values)
 }

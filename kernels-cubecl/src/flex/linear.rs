@@ -53,6 +53,16 @@ pub fn weight_gradient(dy: &FlexTensor, x: &FlexTensor) -> FlexTensor {
     tensor(dw, Shape::new([out, inner]))
 }
 
+/// The rows `index` of `table [rows, h]`.
+pub fn rows_at(table: &FlexTensor, index: &[usize]) -> FlexTensor {
+    let ((_, h), table) = (rows_of(table), Values::of(table));
+    let mut rows = Vec::with_capacity(index.len() * h);
+    for row in index {
+        rows.extend_from_slice(&table[row * h..(row + 1) * h]);
+    }
+    tensor(rows, Shape::new([index.len(), h]))
+}
+
 /// Adds rows `dy [n, h]` to the rows `index` of `table [rows, h]`, in place where nobody else holds it.
 pub fn add_rows_at(table: FlexTensor, index: &[usize], dy: &FlexTensor) -> FlexTensor {
     let ((_, h), dy) = (rows_of(dy), Values::of(dy));

@@ -129,10 +129,12 @@ impl Fused for Flex {
         linear::weight_gradient(&dy, &x)
     }
 
+    fn fused_rows_at(table: FlexTensor, index: FlexTensor) -> FlexTensor {
+        linear::rows_at(&table, &row_numbers(index))
+    }
+
     fn fused_add_rows_at(table: FlexTensor, index: FlexTensor, dy: FlexTensor) -> FlexTensor {
-        let index = index.into_data();
-        let index: Vec<usize> = index.iter::<i64>().map(|row| row as usize).collect();
-        linear::add_rows_at(table, &index, &dy)
+        linear::add_rows_at(table, &row_numbers(index), &dy)
     }
 
     fn fused_column_sums(x: FlexTensor) -> FlexTensor {
@@ -167,8 +169,12 @@ impl Fused for Flex {
 struct Values(FlexTensor);
 
 impl Values {
+    /// A part of a larger buffer stays where it is, if its values lie one after another.
     fn of(x: &FlexTensor) -> Self {
-        Values(x.to_contiguous())
+        match x.is_contiguous() {
+            true => Values(x.clone()),
+            false => Values(x.to_contiguous()),
+        }
     }
 }
 
@@ -178,6 +184,12 @@ impl std::ops::Deref for Values {
     fn deref(&self) -> &[f32] {
         self.0.as_slice().expect("contiguous f32")
     }
+}
+
+/// Indices of rows.
+fn row_numbers(index: FlexTensor) -> Vec<usize> {
+    let index = index.into_data();
+    index.iter::<i64>().map(|row| row as usize).collect()
 }
 
 /// `[.., n]` as rows of `n`.
