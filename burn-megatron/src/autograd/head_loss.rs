@@ -11,16 +11,26 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Dispatch};
 use burn::tensor::{Int, Tensor};
 use burn_megatron_kernels::Fused;
+use burn_megatron_kernels::flat::is_host;
 use burn_megatron_kernels::head_loss::{HeadLoss, HeadShard, Reduce};
 use std::sync::Arc;
 
-/// Tokens whose logits exist at once: a hundred megabytes of them for a vocabulary of fifty thousand. Fewer would add to
-/// the weight's gradient more often.
-const TOKENS_AT_ONCE: usize = 512;
+/// Tokens whose logits exist at once, for a shard of so many rows: on the host 256 for a vocabulary of fifty thousand, 50
+/// megabytes of logits, and on a card, whose products want to be large, 4096. Fewer would add to the weight's gradient more
+/// often.
+fn tokens_at_once(rows: usize, host: bool) -> usize {
+    let (logits, least, most) = match host {
+        true => (1 << 24, 128, 512),
+        false => (1 << 28, 512, 8192),
+    };
+    let tokens: usize = logits / rows.max(1);
+    let power = 1 << tokens.max(1).ilog2();
+    usize::clamp(power, least, most)
+}
 
 /// Blocks of tokens that are computed, and reduced over the vocabulary's shards, one after another.
-pub(crate) fn blocks(tokens: usize) -> usize {
-    tokens.div_ceil(TOKENS_AT_ONCE)
+pub(crate) fn blocks(tokens: usize, rows: usize, host: bool) -> usize {
+    tokens.div_ceil(tokens_at_once(rows, host))
 }
 
 /// What the loss needs beside hidden states and weight.
@@ -31,6 +41,7 @@ pub struct HeadLossShard {
     targets: Arc<Vec<i64>>,
     /// What each loss is multiplied by in the end.
     d_losses: Arc<Vec<f32>>,
+    tokens_at_once: usize,
 }
 
 /// Cross entropy of each token, in f32, as
@@ -46,7 +57,7 @@ pub struct HeadLossShard {
 /// - `target`, `d_loss`: `[n]`
 /// - output: `[n]`, the same on every rank
 ///
-/// Two all-reduces of `n` and `2n` values, of 512 tokens at a time.
+/// Two all-reduces of `n` and `2n` values, of some hundreds of tokens at a time; of thousands on a card.
 pub fn head_loss(
     hidden: Tensor<2>,
     weight: Tensor<2>,
@@ -59,6 +70,7 @@ pub fn head_loss(
         vocab: vocab.clone(),
         targets: Arc::new(target.iter::<i64>().collect()),
         d_losses: Arc::new(d_loss),
+        tokens_at_once: tokens_at_once(vocab.rows.len(), is_host(&hidden.device())),
     };
     let (hidden, weight) = (hidden.into_dispatch(), weight.into_dispatch());
     Tensor::from_dispatch(Dispatch::head_loss(hidden, weight, shard))
@@ -91,7 +103,7 @@ pub(super) fn forward<B: Fused>(
         targets: &targets,
         known: vocab_size.saturating_sub(rows.start).min(rows.len()),
         d_losses: d_losses.unwrap_or_default(),
-        tokens_at_once: TOKENS_AT_ONCE,
+        tokens_at_once: shard.tokens_at_once,
         reduce: (tp.size() > 1).then_some(&reduce as _),
     };
     B::fused_head_loss(hidden, weight, &kernel, d_losses.is_some())
@@ -152,4 +164,21 @@ fn factor(a: &[f32], b: &[f32]) -> Option<f32> {
     let factor = first.map_or(1.0, |i| a[i] / b[i]);
     let mut all = a.iter().zip(b);
     all.all(|(a, b)| *a == factor * b).then_some(factor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_logits_are_of_a_size_that_the_device_likes() {
+        let (gpt2, llama3) = (50304, 128_256);
+        assert_eq!(tokens_at_once(gpt2, true), 256);
+        assert_eq!(tokens_at_once(gpt2 / 8, true), 512);
+        assert_eq!(tokens_at_once(llama3, true), 128);
+        assert_eq!(tokens_at_once(gpt2, false), 4096);
+        assert_eq!(tokens_at_once(llama3 / 8, false), 8192);
+        assert_eq!(blocks(2048, gpt2, true), 8);
+        assert_eq!(blocks(1, 0, true), 1);
+    }
 }

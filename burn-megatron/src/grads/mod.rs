@@ -3,11 +3,13 @@
 //! norm, clipping. Megatron's `distributed/finalize_model_grads.py` and
 //! `optimizer/clip_grads.py`.
 
+mod as_they_come;
 mod buckets;
 mod data_parallel;
 mod norm;
 mod overlap;
 
+pub use as_they_come::HostSums;
 pub use buckets::{Buckets, Owned, OwnedPart};
 pub use data_parallel::{DataParallel, DataParallelConfig};
 pub use norm::SumOfSquares;

@@ -1,12 +1,12 @@
 //! Communication of gradients and parameters while the rank computes.
 
 use super::DataParallel;
+use super::as_they_come::hooked;
 use crate::Precision;
-use crate::autograd::take_gradient;
 use crate::comm::background::{Background, Pending};
 use crate::comm::{CommRef, raise};
 use crate::error::Result;
-use crate::shard::{self, ParamRecord, f32s, host_data};
+use crate::shard::{self, ParamRecord};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 use std::fmt;
@@ -63,17 +63,12 @@ impl OverlappedReduce {
         })))
     }
 
-    /// The sums so far, for gradients that are not the last.
-    pub fn with_sums<T>(&self, f: impl FnOnce(&mut [f32]) -> T) -> T {
-        f(&mut self.lock().sums)
-    }
-
-    /// The module whose backward gives the last gradients of its parameters, which are those from the
-    /// model's `first` on: each is added as soon as it is there.
-    pub fn hooked<M: Module>(&self, module: &M, first: usize) -> M {
-        module.clone().map(&mut Hooks {
-            reduce: self.clone(),
-            next: first,
+    /// The module whose backward adds the gradients of its parameters, which are those from the model's `first` on: each
+    /// as soon as it is there. Where they are the parameters' `last`, buckets leave with them.
+    pub fn hooked<M: Module>(&self, module: &M, first: usize, last: bool) -> M {
+        let reduce = self.clone();
+        hooked(module, first, move |param, gradient| {
+            reduce.lock().add(param, gradient, last);
         })
     }
 
@@ -111,9 +106,12 @@ impl OverlappedReduce {
 }
 
 impl Reducing {
-    fn add(&mut self, param: usize, gradient: &[f32]) {
+    fn add(&mut self, param: usize, gradient: &[f32], last: bool) {
         let range = self.ranges[param].clone();
         shard::add(&mut self.sums[range.clone()], gradient);
+        if !last {
+            return;
+        }
         let data_parallel = self.data_parallel.clone();
         for (bucket, elements) in data_parallel.buckets().ranges().iter().enumerate() {
             if meet(&range, elements) {
@@ -138,27 +136,6 @@ impl Reducing {
 
 fn meet(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
-}
-
-struct Hooks {
-    reduce: OverlappedReduce,
-    next: usize,
-}
-
-impl ModuleMapper for Hooks {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let (index, reduce) = (self.next, self.reduce.clone());
-        self.next += 1;
-        let (id, device, shape) = (param.id, param.lazy_device(), param.lazy_shape());
-        // The value is asked for where the forward needs it.
-        let hooked = move |_: &_, _: bool| {
-            take_gradient(param.val(), move |gradient: Tensor<D>| {
-                let data = host_data(gradient);
-                reduce.lock().add(index, f32s(&data));
-            })
-        };
-        Param::uninitialized(id, hooked, device, true, shape)
-    }
 }
 
 /// Parameters on their way from the ranks that updated them: a module that waits for each bucket where its
@@ -323,7 +300,7 @@ mod tests {
             let background = Arc::new(Background::start(rank).unwrap());
             let sums = vec![0.0; elements];
             let reduce = OverlappedReduce::new(&data_parallel, params, sums, &background, &dp);
-            let hooked = reduce.hooked(&model.chunks()[0], 0);
+            let hooked = reduce.hooked(&model.chunks()[0], 0, true);
             let x = Tensor::<3>::ones([2, 1, 8], &context.device) * (rank + 1) as f32;
             let y = |layers: &[Mlp]| layers.iter().fold(x.clone(), |x, mlp| mlp.forward(x)).sum();
             y(&hooked).backward();

@@ -5,7 +5,7 @@ use crate::Precision;
 use crate::autograd::BackwardSeed;
 use crate::dropout::PassContext;
 use crate::error::{ErrorKind, Result};
-use crate::grads::OverlappedReduce;
+use crate::grads::{HostSums, OverlappedReduce};
 use crate::memory::MemoryAccount;
 use crate::models::{Stage, StageInput};
 use crate::pipeline::{Kind, Schedule, Work};
@@ -47,8 +47,11 @@ struct Graph {
 
 /// Where gradients are summed over the step's microbatches, in flat order.
 pub(super) enum GradientSums<'a> {
-    Here(&'a mut FlatBuffer),
-    /// And from where they leave bucket by bucket.
+    /// On a card: all of a backward's at once, when it is done.
+    OnCard(&'a mut FlatBuffer),
+    /// On the host: each as it comes.
+    OnHost(HostSums),
+    /// As well, and from there they leave bucket by bucket.
     Leaving(OverlappedReduce),
 }
 
@@ -114,14 +117,18 @@ impl<'a, M: Stage> Passes<'a, M> {
         }
     }
 
-    /// The stage's chunk for its last microbatch, where buckets of gradients leave as they are complete.
+    /// The stage's chunk for a microbatch whose gradients are added up as they come.
     fn hooked(&self, stage: usize, microbatch: usize) -> Option<M> {
-        let GradientSums::Leaving(reduce) = &self.gradients else {
-            return None;
-        };
         let chunk = self.step.pipeline.chunk_of(stage);
         let (module, first) = (&self.model.chunks()[chunk], self.model.first_param(chunk));
-        (self.last_backward[&stage] == microbatch).then(|| reduce.hooked(module, first))
+        match &self.gradients {
+            GradientSums::OnCard(_) => None,
+            GradientSums::OnHost(sums) => Some(sums.hooked(module, first)),
+            GradientSums::Leaving(reduce) => {
+                let last = self.last_backward[&stage] == microbatch;
+                Some(reduce.hooked(module, first, last))
+            }
+        }
     }
 
     /// What came of it.
@@ -200,13 +207,8 @@ impl<M: Stage> Work for Passes<'_, M> {
             }
             (End::Output(_), None) => unreachable!("all stages but the last receive a gradient"),
         };
-        match &mut self.gradients {
-            GradientSums::Here(sums) => self.model.sum_gradients(chunk, &mut gradients, sums),
-            // The last ones were added as they came.
-            GradientSums::Leaving(reduce) if self.last_backward[&stage] != microbatch => {
-                reduce.with_sums(|sums| self.model.add_gradients(chunk, &mut gradients, sums));
-            }
-            GradientSums::Leaving(_) => {}
+        if let GradientSums::OnCard(sums) = &mut self.gradients {
+            self.model.sum_gradients(chunk, &mut gradients, sums);
         }
         let input = input.map(|input| {
             let gradient = input.grad_remove(&mut gradients);

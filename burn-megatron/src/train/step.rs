@@ -6,7 +6,7 @@ use super::{MeasuredMemory, RankMemory, ResolvedConfig, TrainerConfig};
 use crate::comm::background::Background;
 use crate::dropout::PassContext;
 use crate::error::{Error, ErrorKind, Result, Violation};
-use crate::grads::{self, DataParallel, OverlappedGather, OverlappedReduce};
+use crate::grads::{self, DataParallel, HostSums, OverlappedGather, OverlappedReduce};
 use crate::launch::RankContext;
 use crate::layers::LayerSpec;
 use crate::models::Stage;
@@ -293,17 +293,27 @@ impl<M: Stage> Trainer<M> {
         let device = self.context.device.clone();
         let step = self.step(microbatches, &self.schedule, &device, true);
         self.gradients.clear();
+        if self.gradients.len() != self.model.num_elements() {
+            // A step that failed took them along.
+            self.gradients = FlatBuffer::zeros(self.model.num_elements(), &device);
+        }
+        let params = self.model.params();
         let overlaps = self.config.data_parallel.overlap_grad_reduce;
         let background = self.background.as_ref().filter(|_| overlaps);
         let leaving = background.map(|background| {
             let sums = std::mem::take(&mut self.gradients).into_host();
-            let params = self.model.params();
             let dp = &groups.dp.comm;
             OverlappedReduce::new(&self.data_parallel, params, sums, background, dp)
         });
-        let sums = match &leaving {
-            Some(leaving) => GradientSums::Leaving(leaving.clone()),
-            None => GradientSums::Here(&mut self.gradients),
+        let mut here = None;
+        let sums = match (&leaving, is_host(&device)) {
+            (Some(leaving), _) => GradientSums::Leaving(leaving.clone()),
+            (None, true) => {
+                let sums = std::mem::take(&mut self.gradients).into_host();
+                let sums = here.insert(HostSums::new(params, sums));
+                GradientSums::OnHost(sums.clone())
+            }
+            (None, false) => GradientSums::OnCard(&mut self.gradients),
         };
         let (pp, memory) = (&*groups.pp.comm, self.context.memory);
         let mut passes = Passes::new(step, &self.model, sums, &self.schedule, pp.rank(), memory);
@@ -320,6 +330,9 @@ impl<M: Stage> Trainer<M> {
         // Nothing of the group is under way in the background when the rank itself calls it.
         let arriving = self.arriving.take();
         arriving.map_or(Ok(()), OverlappedGather::finish)?;
+        if let Some(here) = here {
+            self.gradients = FlatBuffer::Host(here.finish());
+        }
         match leaving {
             Some(leaving) => self.gradients = FlatBuffer::new(leaving.finish()?, &device),
             None if groups.dp.comm.size() == 1 => {}

@@ -1,6 +1,7 @@
 //! What one step communicates, predicted from the configuration: plain arithmetic.
 
 use super::ResolvedConfig;
+use crate::RankDevice;
 use crate::autograd::head_loss_blocks;
 use crate::grads::Buckets;
 
@@ -96,7 +97,11 @@ impl StepVolumes {
         let fused = config.fuses();
         let head_gathers = if fused { last } else { 2 * last };
         let loss_calls = match fused {
-            true => 2 * head_loss_blocks(tokens as usize) as u64 * last,
+            true => {
+                let rows = model.padded_vocab_size / sizes.tp;
+                let host = config.config().device == RankDevice::Cpu;
+                2 * head_loss_blocks(tokens as usize, rows, host) as u64 * last
+            }
             false => 2 * last,
         };
         let tp = StepVolume {

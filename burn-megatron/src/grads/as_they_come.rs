@@ -1,0 +1,71 @@
+//! Gradients that leave the graph as soon as the backward has them: none waits for the others in memory.
+
+use crate::autograd::take_gradient;
+use crate::shard::{self, ParamRecord, f32s, host_data};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::Tensor;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The module whose backward gives `take` the gradient of each parameter, once and whole, with the parameter's place in the
+/// model; those of the module are the model's from `first` on. The gradients go no further.
+pub(super) fn hooked<M: Module>(
+    module: &M,
+    first: usize,
+    take: impl Fn(usize, &[f32]) + Clone + Send + Sync + 'static,
+) -> M {
+    module.clone().map(&mut Hooks { take, next: first })
+}
+
+struct Hooks<F> {
+    take: F,
+    next: usize,
+}
+
+impl<F: Fn(usize, &[f32]) + Clone + Send + Sync + 'static> ModuleMapper for Hooks<F> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (index, take) = (self.next, self.take.clone());
+        self.next += 1;
+        let (id, device, shape) = (param.id, param.lazy_device(), param.lazy_shape());
+        // The value is asked for where the forward needs it.
+        let hooked = move |_: &_, _: bool| {
+            take_gradient(param.val(), move |gradient: Tensor<D>| {
+                take(index, f32s(&host_data(gradient)));
+            })
+        };
+        Param::uninitialized(id, hooked, device, true, shape)
+    }
+}
+
+/// The sums over a step's microbatches of the gradients of one rank, on the host.
+#[derive(Debug, Clone)]
+pub struct HostSums {
+    sums: Arc<Mutex<Vec<f32>>>,
+    /// Each parameter's elements.
+    ranges: Arc<[Range<usize>]>,
+}
+
+impl HostSums {
+    /// For a step whose sums start as `sums`.
+    pub fn new(params: &[ParamRecord], sums: Vec<f32>) -> Self {
+        HostSums {
+            sums: Arc::new(Mutex::new(sums)),
+            ranges: params.iter().map(|param| param.range.clone()).collect(),
+        }
+    }
+
+    /// The module whose backward adds the gradients of its parameters, which are those from the model's `first` on.
+    pub fn hooked<M: Module>(&self, module: &M, first: usize) -> M {
+        let HostSums { sums, ranges } = self.clone();
+        hooked(module, first, move |param, gradient| {
+            let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
+            shard::add(&mut sums[ranges[param].clone()], gradient);
+        })
+    }
+
+    /// The sums.
+    pub fn finish(self) -> Vec<f32> {
+        let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut sums)
+    }
+}
