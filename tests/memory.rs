@@ -174,30 +174,28 @@ fn weights_gradients_and_optimizer_take_what_was_predicted() {
     }
 }
 
+/// A trainer on this thread alone, and what it trains on.
+fn alone() -> (Trainer, Vec<MicroBatch>) {
+    let config = Run::at(1, 1).config();
+    let rank = RankContext::single(Device::flex().autodiff());
+    let batch = config.config().batch;
+    let share = (0..batch.global_batch_size / batch.micro_batch_size).map(|i| MicroBatch {
+        tokens: (0..batch.micro_batch_size * (batch.seq_length + 1))
+            .map(|t| ((i * 31 + t * 7) % 128) as i64)
+            .collect(),
+        loss_mask: None,
+    });
+    let trainer = Trainer::new(&config, &rank, None).expect("a trainer");
+    (trainer, share.collect())
+}
+
 /// The model's weights and the optimizer's are the same values in f32; a copy of the model is one all the same.
 #[test]
 fn a_step_leaves_a_copy_of_the_model_as_it_was() {
-    let config = Run::at(1, 1).config();
-    let rank = RankContext::single(Device::flex().autodiff());
-    let mut trainer = Trainer::new(&config, &rank, None).expect("a trainer");
-    let batch = config.config().batch;
-    let samples = batch.global_batch_size / batch.micro_batch_size;
-    let share: Vec<MicroBatch> = (0..samples)
-        .map(|i| MicroBatch {
-            tokens: (0..batch.micro_batch_size * (batch.seq_length + 1))
-                .map(|t| ((i * 31 + t * 7) % 128) as i64)
-                .collect(),
-            loss_mask: None,
-        })
-        .collect();
+    let (mut trainer, share) = alone();
     let table = |model: &GptModel| {
-        let weight = model
-            .embedding
-            .as_ref()
-            .expect("the first stage")
-            .word_embeddings
-            .weight
-            .val();
+        let embedding = model.embedding.as_ref().expect("the first stage");
+        let weight = embedding.word_embeddings.weight.val();
         weight.into_data().try_to_vec::<f32>().expect("f32")
     };
     trainer.train_step(&share).expect("a step");
@@ -213,4 +211,18 @@ fn a_step_leaves_a_copy_of_the_model_as_it_was() {
     drop(copy);
     trainer.train_step(&share).expect("a step");
     assert_ne!(table(&trainer.model().chunks()[0]), now);
+}
+
+#[test]
+fn a_step_that_failed_takes_nothing_from_the_next() {
+    let (mut trainer, share) = alone();
+    let (mut other, _) = alone();
+    let mut broken = share.clone();
+    let batch = Run::at(1, 1).config().config().batch;
+    let labels = batch.micro_batch_size * batch.seq_length;
+    broken[0].loss_mask = Some(vec![f32::NAN; labels]);
+    let error = trainer.train_step(&broken).expect_err("no loss");
+    assert!(error.to_string().contains("found a loss of NaN"), "{error}");
+    let [again, whole] = [&mut trainer, &mut other].map(|t| t.train_step(&share).expect("a step"));
+    assert_eq!(again, whole);
 }

@@ -59,7 +59,12 @@ impl FlatBuffer {
     pub fn clear(&mut self) {
         match self {
             FlatBuffer::Host(values) => values.fill(0.0),
-            FlatBuffer::Device(values) => *values = values.zeros_like(),
+            FlatBuffer::Device(values) => {
+                // Freed first: there is not to be room for two.
+                let (len, device) = (values.dims()[0], values.device());
+                *values = Tensor::empty([0], (&device, DType::F32));
+                *values = Tensor::zeros([len], (&device, DType::F32));
+            }
         }
     }
 
