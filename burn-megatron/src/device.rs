@@ -28,6 +28,11 @@ impl RankDevice {
         }
     }
 
+    /// Whether tensors lie in the host's memory.
+    pub fn is_host(self) -> bool {
+        self == RankDevice::Cpu
+    }
+
     /// The device of a rank. A kind that this build lacks is [refused](Self::violation) before.
     pub fn of_rank(self, rank: usize) -> Device {
         match self {

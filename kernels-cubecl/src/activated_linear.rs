@@ -3,7 +3,7 @@
 //! 2022 do the same for attention's.)
 
 use crate::activation::Activation;
-use crate::{Fused, KernelOps, Kernels, column_sums, linear};
+use crate::{Fused, KernelOps, Kernels, linear};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -19,7 +19,7 @@ pub enum Bias<B: Backend> {
 }
 
 impl<B: Backend> Bias<B> {
-    fn tensor(self) -> Option<FloatTensor<B>> {
+    pub(crate) fn tensor(self) -> Option<FloatTensor<B>> {
         match self {
             Bias::None => None,
             Bias::Some(bias) => Some(bias),
@@ -62,16 +62,16 @@ pub fn activated_linear<const D: usize>(
 
 pub(crate) fn forward<B: Fused>(
     x: FloatTensor<B>,
-    bias: Bias<B>,
+    bias: Option<FloatTensor<B>>,
     weight: FloatTensor<B>,
-    out_bias: Bias<B>,
+    out_bias: Option<FloatTensor<B>>,
     activation: Activation,
     kernels: Kernels,
 ) -> FloatTensor<B> {
-    let inner = activation.forward::<B>(x, bias.tensor(), kernels);
+    let inner = activation.forward::<B>(x, bias, kernels);
     match out_bias {
-        Bias::None => linear::forward::<B>(inner, weight),
-        Bias::Some(bias) => linear::bias_forward::<B>(inner, weight, bias, kernels),
+        None => linear::forward::<B>(inner, weight),
+        Some(bias) => linear::bias_forward::<B>(inner, weight, bias, kernels),
     }
 }
 
@@ -101,10 +101,7 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
             let dy = grads.consume::<B>(&ops.node);
             let [to_x, to_bias, to_weight, to_out_bias] = ops.parents;
             if let Some(node) = to_out_bias {
-                let d_bias = match kernels.fuse::<B>(&dy) {
-                    true => B::fused_column_sums(dy.clone()),
-                    false => column_sums::<B>(dy.clone(), weight.dtype()),
-                };
+                let d_bias = linear::bias_gradient::<B>(dy.clone(), weight.dtype(), kernels);
                 grads.register::<B>(node.id, d_bias);
             }
             let inner = activation.forward::<B>(x.clone(), bias.clone(), kernels);
@@ -138,12 +135,11 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     };
     let ((bias, bias_node), (out_bias, out_bias_node)) = (part(bias), part(out_bias));
     let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
-    let given = |bias: Option<FloatTensor<B>>| bias.map_or(Bias::None, Bias::Some);
     let y = forward::<B>(
         x.clone(),
-        given(bias.clone()),
+        bias.clone(),
         weight.clone(),
-        given(out_bias),
+        out_bias,
         activation,
         kernels,
     );

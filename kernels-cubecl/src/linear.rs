@@ -10,7 +10,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
-use burn::tensor::{Shape, Tensor};
+use burn::tensor::{DType, Shape, Tensor};
 
 /// `x [.., in] · weightᵀ -> [.., out]` for a `weight [out, in]`.
 pub fn linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>, kernels: Kernels) -> Tensor<D> {
@@ -97,6 +97,18 @@ pub(crate) fn backward<B: Fused>(
     [dx, d_weight]
 }
 
+/// The gradient of a bias of that type.
+pub(crate) fn bias_gradient<B: Fused>(
+    dy: FloatTensor<B>,
+    dtype: DType,
+    kernels: Kernels,
+) -> FloatTensor<B> {
+    match kernels.fuse::<B>(&dy) {
+        true => B::fused_column_sums(dy),
+        false => column_sums::<B>(dy, dtype),
+    }
+}
+
 pub(crate) fn weight_gradient_reference<B: Backend>(
     dy: FloatTensor<B>,
     x: FloatTensor<B>,
@@ -158,10 +170,7 @@ pub(crate) fn bias_autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
             let wanted = [0, 1].map(|i| ops.parents[i].is_some());
             let [to_x, to_weight, to_bias] = ops.parents;
             if let Some(node) = to_bias {
-                let d_bias = match kernels.fuse::<B>(&dy) {
-                    true => B::fused_column_sums(dy.clone()),
-                    false => column_sums::<B>(dy.clone(), weight.dtype()),
-                };
+                let d_bias = bias_gradient::<B>(dy.clone(), weight.dtype(), kernels);
                 grads.register::<B>(node.id, d_bias);
             }
             let all = backward::<B>(x, weight, dy, wanted, kernels);

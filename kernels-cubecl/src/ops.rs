@@ -214,6 +214,7 @@ macro_rules! forwards {
                 activation: Activation,
                 kernels: Kernels,
             ) -> FloatTensor<Self> {
+                let (bias, out_bias) = (bias.tensor(), out_bias.tensor());
                 activated_linear::forward::<Self>(x, bias, weight, out_bias, activation, kernels)
             }
 

@@ -8,12 +8,12 @@ use super::saving::{Outcome, Saving, Stop, stop_agreed};
 use crate::data::BatchSource;
 use crate::units::bytes;
 use burn::train::Interrupter;
+use burn_megatron::Result;
 use burn_megatron::checkpoint::Saved;
 use burn_megatron::comm::counted::{Account, Collective};
 use burn_megatron::launch::{ProcessGroup, ProcessGroups, RankContext};
 use burn_megatron::pipeline::{Schedule, Span};
 use burn_megatron::train::{MeasuredMemory, MicroBatch, StepVolume, StepVolumes, Trainer};
-use burn_megatron::{RankDevice, Result};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -202,7 +202,7 @@ impl Rank<'_> {
         for step in steps.clone() {
             let report = train_step(&mut self.trainer, batches)?;
             // What lies on a card, the allocator does not count.
-            let counted = self.plan.config.training.device == RankDevice::Cpu;
+            let counted = self.plan.config.training.device.is_host();
             if counted && self.end.memory.is_empty() {
                 self.end.memory = self.trainer.memory_of_all()?.unwrap_or_default();
                 let (plan, memory) = (self.plan, self.end.memory.clone());

@@ -1,9 +1,10 @@
 //! Gradients that leave the graph as soon as the backward has them: none waits for the others in memory.
 
 use crate::autograd::take_gradient;
-use crate::shard::{self, ParamRecord, f32s, host_data};
+use crate::shard::{ParamRecord, f32s, host_data};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
+use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -59,7 +60,7 @@ impl HostSums {
         let HostSums { sums, ranges } = self.clone();
         hooked(module, first, move |param, gradient| {
             let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
-            shard::add(&mut sums[ranges[param].clone()], gradient);
+            add(&mut sums[ranges[param].clone()], gradient);
         })
     }
 
@@ -68,4 +69,15 @@ impl HostSums {
         let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(&mut sums)
     }
+}
+
+/// Adds values, on all of the rank's threads.
+pub(super) fn add(sums: &mut [f32], values: &[f32]) {
+    const CHUNK: usize = 1 << 16;
+    let chunks = sums.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK));
+    chunks.for_each(|(sums, values)| {
+        sums.iter_mut()
+            .zip(values)
+            .for_each(|(sum, value)| *sum += value);
+    });
 }

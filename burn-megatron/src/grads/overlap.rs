@@ -1,12 +1,12 @@
 //! Communication of gradients and parameters while the rank computes.
 
 use super::DataParallel;
-use super::as_they_come::hooked;
+use super::as_they_come::{add, hooked};
 use crate::Precision;
 use crate::comm::background::{Background, Pending};
 use crate::comm::{CommRef, raise};
 use crate::error::Result;
-use crate::shard::{self, ParamRecord};
+use crate::shard::ParamRecord;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 use std::fmt;
@@ -108,7 +108,7 @@ impl OverlappedReduce {
 impl Reducing {
     fn add(&mut self, param: usize, gradient: &[f32], last: bool) {
         let range = self.ranges[param].clone();
-        shard::add(&mut self.sums[range.clone()], gradient);
+        add(&mut self.sums[range.clone()], gradient);
         if !last {
             return;
         }
@@ -267,7 +267,7 @@ mod tests {
     use crate::grads::DataParallelConfig;
     use crate::launch::RankContext;
     use crate::layers::{Mlp, MlpConfig};
-    use crate::shard::{ParallelBuilder, ShardedModel};
+    use crate::shard::{FlatBuffer, ParallelBuilder, ShardedModel};
     use burn::tensor::Device;
     use std::time::Duration;
 
@@ -305,9 +305,9 @@ mod tests {
             let y = |layers: &[Mlp]| layers.iter().fold(x.clone(), |x, mlp| mlp.forward(x)).sum();
             y(&hooked).backward();
             let left = reduce.left();
-            let mut want = vec![0.0; elements];
-            model.add_gradients(0, &mut y(&model.chunks()[0]).backward(), &mut want);
-            (left, reduce.finish().unwrap(), want)
+            let mut want = FlatBuffer::Host(vec![0.0; elements]);
+            model.sum_gradients(0, &mut y(&model.chunks()[0]).backward(), &mut want);
+            (left, reduce.finish().unwrap(), want.into_host())
         };
         std::thread::scope(|scope| {
             let other = scope.spawn(|| run(1));

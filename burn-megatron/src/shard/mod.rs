@@ -15,6 +15,6 @@ pub use builder::ParallelBuilder;
 pub use flat::FlatBuffer;
 pub(crate) use flat::{slice, upload};
 pub use model::{ParamRecord, ShardedModel};
-pub(crate) use model::{add, f32s, host_data};
+pub(crate) use model::{f32s, host_data};
 pub use spec::{Init, ParamSpec, Sharding};
 pub use weights::FullWeights;

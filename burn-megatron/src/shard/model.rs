@@ -1,6 +1,6 @@
 //! A rank's model with the record of every parameter, in one flat order.
 
-use super::{FlatBuffer, FullWeights, Init, ParallelBuilder, ParamSpec, Sharding};
+use super::{FlatBuffer, FullWeights, Init, ParallelBuilder, ParamSpec, Sharding, upload};
 use crate::Precision;
 use crate::comm::{all_gather_bytes, all_gather_values};
 use crate::error::{ErrorKind, Result};
@@ -8,7 +8,6 @@ use crate::launch::{ProcessGroups, RankContext};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, FloatDType, Gradients, Tensor, TensorData};
 use burn_megatron_kernels::flat::{self, Part};
-use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
@@ -197,8 +196,8 @@ impl<M: Module> ShardedModel<M> {
         }
     }
 
-    /// Replaces all parameters by their elements of `flat`, a tensor of the model's type on its device. On a card no value
-    /// visits the host; there, parameters are views of `flat`.
+    /// Replaces all parameters by their elements of `flat`, a tensor of the model's type on its device: on the host they are
+    /// views of it, on a card no value visits the host.
     ///
     /// # Panics
     /// If `flat` is not as long as the parameters.
@@ -241,13 +240,10 @@ impl<M: Module> ShardedModel<M> {
     /// Adds the gradients of one backward pass over one of the chunks to `sums`, the flat buffer of
     /// them all, where it lies, and frees them. Parameters without a gradient add nothing.
     pub fn sum_gradients(&self, chunk: usize, gradients: &mut Gradients, sums: &mut FlatBuffer) {
+        let host = matches!(sums, FlatBuffer::Host(_));
         // Taken, so that nobody else holds the buffer and it is changed in place.
         let held = match std::mem::take(sums) {
-            FlatBuffer::Host(mut host) => {
-                self.add_gradients(chunk, gradients, &mut host);
-                *sums = FlatBuffer::Host(host);
-                return;
-            }
+            FlatBuffer::Host(held) => upload(held, &Device::flex()),
             FlatBuffer::Device(held) => held,
         };
         let mut collect = CollectGradients {
@@ -256,22 +252,11 @@ impl<M: Module> ShardedModel<M> {
             parts: Vec::new(),
         };
         self.chunks[chunk].visit(&mut collect);
-        *sums = FlatBuffer::Device(flat::gather(held, collect.parts));
-    }
-
-    /// The same for sums on the host.
-    pub fn add_gradients(&self, chunk: usize, gradients: &mut Gradients, sums: &mut [f32]) {
-        assert_eq!(
-            sums.len(),
-            self.num_elements(),
-            "one sum per parameter element"
-        );
-        let params = self.params[self.places[chunk].clone()].iter();
-        self.chunks[chunk].visit(&mut AddGradients {
-            params,
-            gradients,
-            sums,
-        });
+        let held = FlatBuffer::Device(flat::gather(held, collect.parts));
+        *sums = match host {
+            true => FlatBuffer::Host(held.into_host()),
+            false => held,
+        };
     }
 
     /// Every rank must hold the same values of what is replicated.
@@ -399,23 +384,6 @@ impl ModuleMapper for Assign<'_> {
     }
 }
 
-struct AddGradients<'a> {
-    params: std::slice::Iter<'a, ParamRecord>,
-    gradients: &'a mut Gradients,
-    sums: &'a mut [f32],
-}
-
-impl ModuleVisitor for AddGradients<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let record = self.params.next().expect(IN_ORDER);
-        let Some(gradient) = param.val().grad_remove(self.gradients) else {
-            return;
-        };
-        let data = host_data(gradient);
-        add(&mut self.sums[record.range.clone()], f32s(&data));
-    }
-}
-
 /// Gives parameters their values.
 struct Give<'a> {
     params: std::slice::Iter<'a, ParamRecord>,
@@ -474,17 +442,6 @@ pub(crate) fn host_data<const D: usize>(x: Tensor<D>) -> TensorData {
 /// Its values.
 pub(crate) fn f32s(data: &TensorData) -> &[f32] {
     data.as_slice().expect("the tensor is f32")
-}
-
-/// Adds values, on all of the rank's threads.
-pub(crate) fn add(sums: &mut [f32], values: &[f32]) {
-    const CHUNK: usize = 1 << 16;
-    let chunks = sums.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK));
-    chunks.for_each(|(sums, values)| {
-        sums.iter_mut()
-            .zip(values)
-            .for_each(|(sum, value)| *sum += value);
-    });
 }
 
 /// A parameter's tensor of f32 data, rounded to its type.

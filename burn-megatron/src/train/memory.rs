@@ -2,7 +2,6 @@
 //! measured of it.
 
 use super::{ResolvedConfig, Trainer};
-use crate::RankDevice;
 use crate::comm::all_gather_values;
 use crate::error::Result;
 use crate::layers::{Activation, Normalization, Recompute};
@@ -47,8 +46,7 @@ impl RankMemory {
         };
         let (given, dp) = (config.config(), config.layout().dp);
         let precision = given.mixed_precision.precision();
-        let shared =
-            given.device == RankDevice::Cpu && given.data_parallel.shares_weights(precision, dp);
+        let shared = given.device.is_host() && given.data_parallel.shares_weights(precision, dp);
         let kept = given.optimizer.rule().state().len() + usize::from(!shared);
         RankMemory {
             weights: value_bytes(config) * config.parameters_per_rank(pp_rank) as u64,

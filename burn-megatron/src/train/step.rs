@@ -160,12 +160,11 @@ impl<M: Stage> Trainer<M> {
             let owned = data_parallel.owned();
             let rule = config.optimizer.rule();
             let optimizer = Optimizer::new(rule, model.params(), owned, &rank.device);
-            if shares_values {
-                let values = model.values();
-                return (optimizer, share(&mut model, values));
-            }
-            let values = owned.pack(&model.values());
-            (optimizer, FlatBuffer::new(values, &rank.device))
+            let values = (!shares_values).then(|| {
+                let values = owned.pack(&model.values());
+                FlatBuffer::new(values, &rank.device)
+            });
+            (optimizer, values)
         });
         let zeros = || FlatBuffer::zeros(model.num_elements(), &rank.device);
         let (gradients, gradient_bytes) = rank.memory.measure(zeros);
@@ -179,6 +178,10 @@ impl<M: Stage> Trainer<M> {
         };
         let memory = measured().map(|parts| MeasuredMemory { parts, peak: 0 });
         let (optimizer, values) = optimizer;
+        let values = values.unwrap_or_else(|| {
+            let values = model.values();
+            share(&mut model, values)
+        });
         Ok(Trainer {
             evaluation: schedule.forward_only(),
             schedule,

@@ -1,7 +1,6 @@
 //! What one step communicates, predicted from the configuration: plain arithmetic.
 
 use super::ResolvedConfig;
-use crate::RankDevice;
 use crate::autograd::head_loss_blocks;
 use crate::grads::Buckets;
 
@@ -99,7 +98,7 @@ impl StepVolumes {
         let loss_calls = match fused {
             true => {
                 let rows = model.padded_vocab_size / sizes.tp;
-                let host = config.config().device == RankDevice::Cpu;
+                let host = config.config().device.is_host();
                 2 * head_loss_blocks(tokens as usize, rows, host) as u64 * last
             }
             false => 2 * last,
