@@ -43,9 +43,8 @@ def main():
     compiled = torch.compile
     layer_norm = compiled(lambda x, w, b: F.layer_norm(x, (h,), w, b))
     forward_and_backward("layer_norm", layer_norm, [x, weight, bias], dy)
-    with torch.no_grad():
-        added = compiled(lambda x, r, w, b: (x + r, F.layer_norm(x + r, (h,), w, b)))
-        measure("added layer_norm forward", lambda: added(x, dy, weight, bias))
+    added = compiled(lambda x, r, w, b: (x + r, F.layer_norm(x + r, (h,), w, b)))
+    forward_and_backward("added layer_norm", added, [x, dy, weight, bias], (dy, x))
     rms_norm = compiled(lambda x, w: F.rms_norm(x, (h,), w))
     forward_and_backward("rms_norm", rms_norm, [x, weight], dy)
     gelu = compiled(lambda x, b: F.gelu(x + b, approximate="tanh"))

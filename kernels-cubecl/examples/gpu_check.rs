@@ -350,14 +350,20 @@ fn measure(card: &Card, small: bool) {
         ));
     });
     let (_, stats) = B::fused_layer_norm(x.clone(), weight.clone(), bias.clone(), 1e-5);
-    card.measure("layer_norm backward", passes(3.0), || {
-        drop(B::fused_layer_norm_backward(
-            x.clone(),
-            stats.clone(),
-            weight.clone(),
-            dy.clone(),
-        ));
-    });
+    for (name, count, so_far) in [
+        ("layer_norm backward", 3.0, None),
+        ("added layer_norm backward", 4.0, Some(x.clone())),
+    ] {
+        card.measure(name, passes(count), || {
+            drop(B::fused_layer_norm_backward(
+                x.clone(),
+                stats.clone(),
+                weight.clone(),
+                dy.clone(),
+                so_far.clone(),
+            ));
+        });
+    }
     card.measure("rms_norm forward", passes(2.0), || {
         drop(B::fused_rms_norm(x.clone(), weight.clone(), 1e-5));
     });
@@ -368,6 +374,7 @@ fn measure(card: &Card, small: bool) {
             scale.clone(),
             weight.clone(),
             dy.clone(),
+            None,
         ));
     });
     let how = GeluApproximation::Tanh;

@@ -62,7 +62,8 @@ pub(crate) fn forward<B: Fused>(
     [sum, y, stats]
 }
 
-/// Both outputs with a graph: the sum's is an addition's, and the norm's starts from it.
+/// Both outputs with a graph: the sum's is an addition's, and the norm's starts from it. Whatever takes the sum later
+/// comes earlier in the backward, so the norm's adds its gradient to what is there.
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     residual: FloatTensor<Autodiff<B, C>>,
@@ -96,10 +97,12 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         OpsKind::UnTracked(prep) => prep.finish(sum),
     };
     let (of_sum, sum_node) = sum.clone().into_parts();
-    let kept = [of_sum, stats, weight];
+    let (kept, of) = ([of_sum, stats, weight], Some(sum.clone()));
     let y = match bias_node {
-        Some(bias) => layer_norm::record::<B, C>([sum_node, weight_node, bias], kept, kernels, y),
-        None => rms_norm::record::<B, C>([sum_node, weight_node], kept, kernels, y),
+        Some(bias) => {
+            layer_norm::record::<B, C>([sum_node, weight_node, bias], kept, of, kernels, y)
+        }
+        None => rms_norm::record::<B, C>([sum_node, weight_node], kept, of, kernels, y),
     };
     [sum, y]
 }

@@ -27,12 +27,13 @@ pub trait Fused: Backend {
         epsilon: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// The gradients of input, weight and bias.
+    /// The gradients of input, weight and bias; `so_far`, what the input's is already, is added to it.
     fn fused_layer_norm_backward(
         x: FloatTensor<Self>,
         stats: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         dy: FloatTensor<Self>,
+        so_far: Option<FloatTensor<Self>>,
     ) -> [FloatTensor<Self>; 3];
 
     /// `x [.., h]` to the output and each row's `1/√(mean(x²) + ε)`, `[rows, 1]`.
@@ -42,12 +43,13 @@ pub trait Fused: Backend {
         epsilon: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// The gradients of input and weight.
+    /// The gradients of input and weight; `so_far` as for [`Self::fused_layer_norm_backward`].
     fn fused_rms_norm_backward(
         x: FloatTensor<Self>,
         scale: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         dy: FloatTensor<Self>,
+        so_far: Option<FloatTensor<Self>>,
     ) -> [FloatTensor<Self>; 2];
 
     /// `residual + x`, that normalised, and the norm's statistics: a layer norm's, or without a bias RMSNorm's.

@@ -60,10 +60,11 @@ fn backward<B: Fused>(
     stats: FloatTensor<B>,
     weight: FloatTensor<B>,
     dy: FloatTensor<B>,
+    so_far: Option<FloatTensor<B>>,
     kernels: Kernels,
 ) -> [FloatTensor<B>; 3] {
     if kernels.fuse::<B>(&x) {
-        return B::fused_layer_norm_backward(x, stats, weight, dy);
+        return B::fused_layer_norm_backward(x, stats, weight, dy, so_far);
     }
     let (shape, h, dtype) = (dy.shape(), weight.shape()[0], dy.dtype());
     let dy = widened::<B>(B::float_reshape(dy, rows(&shape, h)));
@@ -84,7 +85,12 @@ fn backward<B: Fused>(
     let along = B::float_mean_dim(B::float_mul(g.clone(), normal.clone()), 1);
     let dx = B::float_sub(B::float_sub(g, mean), B::float_mul(normal, along));
     let dx = narrowed::<B>(B::float_mul(dx, scale), dtype);
-    [B::float_reshape(dx, shape), d_weight, d_bias]
+    let dx = B::float_reshape(dx, shape);
+    let dx = match so_far {
+        Some(so_far) => B::float_add(so_far, dx),
+        None => dx,
+    };
+    [dx, d_weight, d_bias]
 }
 
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
@@ -97,13 +103,15 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     let ((x, xn), (weight, wn), (bias, bn)) =
         (x.into_parts(), weight.into_parts(), bias.into_parts());
     let (out, stats) = forward::<B>(x.clone(), weight.clone(), bias, epsilon, kernels);
-    record::<B, C>([xn, wn, bn], [x, stats, weight], kernels, out)
+    record::<B, C>([xn, wn, bn], [x, stats, weight], None, kernels, out)
 }
 
 /// The output with a graph: of input, weight and bias, with input, statistics and weight `kept`.
+/// The gradient of a `sum` that is the input is taken as far as it has come, and added to in the same pass.
 pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
     parents: [NodeGuard; 3],
     kept: [FloatTensor<B>; 3],
+    sum: Option<FloatTensor<Autodiff<B, C>>>,
     kernels: Kernels,
     out: FloatTensor<B>,
 ) -> FloatTensor<Autodiff<B, C>> {
@@ -111,13 +119,18 @@ pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
     struct LayerNormBackward;
 
     impl<B: KernelOps + Fused> Backward<B, 3> for LayerNormBackward {
-        /// The input, its rows' statistics, and the weight.
-        type State = ([FloatTensor<B>; 3], Kernels);
+        /// The input, its rows' statistics, and the weight; the sum that the input is, with its place in the graph.
+        type State = (
+            [FloatTensor<B>; 3],
+            Option<FloatTensor<Autodiff<B>>>,
+            Kernels,
+        );
 
         fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ([x, stats, weight], kernels) = ops.state;
+            let ([x, stats, weight], sum, kernels) = ops.state;
             let dy = grads.consume::<B>(&ops.node);
-            let all = backward::<B>(x, stats, weight, dy, kernels);
+            let so_far = sum.and_then(|sum| grads.remove::<B>(&sum));
+            let all = backward::<B>(x, stats, weight, dy, so_far, kernels);
             for (parent, gradient) in ops.parents.into_iter().zip(all) {
                 if let Some(node) = parent {
                     grads.register::<B>(node.id, gradient);
@@ -128,7 +141,7 @@ pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
 
     let prepared = LayerNormBackward.prepare::<C>(parents);
     match prepared.compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((kept, kernels), out),
+        OpsKind::Tracked(prep) => prep.finish((kept, sum, kernels), out),
         OpsKind::UnTracked(prep) => prep.finish(out),
     }
 }

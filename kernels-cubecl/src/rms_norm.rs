@@ -52,10 +52,11 @@ fn backward<B: Fused>(
     scale: FloatTensor<B>,
     weight: FloatTensor<B>,
     dy: FloatTensor<B>,
+    so_far: Option<FloatTensor<B>>,
     kernels: Kernels,
 ) -> [FloatTensor<B>; 2] {
     if kernels.fuse::<B>(&x) {
-        return B::fused_rms_norm_backward(x, scale, weight, dy);
+        return B::fused_rms_norm_backward(x, scale, weight, dy, so_far);
     }
     let (shape, h, dtype) = (dy.shape(), weight.shape()[0], dy.dtype());
     let dy = widened::<B>(B::float_reshape(dy, rows(&shape, h)));
@@ -68,7 +69,12 @@ fn backward<B: Fused>(
     let along = B::float_mean_dim(B::float_mul(g.clone(), normal.clone()), 1);
     let dx = B::float_sub(g, B::float_mul(normal, along));
     let dx = narrowed::<B>(B::float_mul(dx, scale), dtype);
-    [B::float_reshape(dx, shape), d_weight]
+    let dx = B::float_reshape(dx, shape);
+    let dx = match so_far {
+        Some(so_far) => B::float_add(so_far, dx),
+        None => dx,
+    };
+    [dx, d_weight]
 }
 
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
@@ -79,13 +85,15 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
 ) -> FloatTensor<Autodiff<B, C>> {
     let ((x, xn), (weight, wn)) = (x.into_parts(), weight.into_parts());
     let (out, scale) = forward::<B>(x.clone(), weight.clone(), epsilon, kernels);
-    record::<B, C>([xn, wn], [x, scale, weight], kernels, out)
+    record::<B, C>([xn, wn], [x, scale, weight], None, kernels, out)
 }
 
 /// The output with a graph: of input and weight, with input, scales and weight `kept`.
+/// The gradient of a `sum` that is the input is taken as far as it has come, and added to in the same pass.
 pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
     parents: [NodeGuard; 2],
     kept: [FloatTensor<B>; 3],
+    sum: Option<FloatTensor<Autodiff<B, C>>>,
     kernels: Kernels,
     out: FloatTensor<B>,
 ) -> FloatTensor<Autodiff<B, C>> {
@@ -93,13 +101,18 @@ pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
     struct RmsNormBackward;
 
     impl<B: KernelOps + Fused> Backward<B, 2> for RmsNormBackward {
-        /// The input, its rows' scales, and the weight.
-        type State = ([FloatTensor<B>; 3], Kernels);
+        /// The input, its rows' scales, and the weight; the sum that the input is, with its place in the graph.
+        type State = (
+            [FloatTensor<B>; 3],
+            Option<FloatTensor<Autodiff<B>>>,
+            Kernels,
+        );
 
         fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ([x, scale, weight], kernels) = ops.state;
+            let ([x, scale, weight], sum, kernels) = ops.state;
             let dy = grads.consume::<B>(&ops.node);
-            let all = backward::<B>(x, scale, weight, dy, kernels);
+            let so_far = sum.and_then(|sum| grads.remove::<B>(&sum));
+            let all = backward::<B>(x, scale, weight, dy, so_far, kernels);
             for (parent, gradient) in ops.parents.into_iter().zip(all) {
                 if let Some(node) = parent {
                     grads.register::<B>(node.id, gradient);
@@ -110,7 +123,7 @@ pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
 
     let prepared = RmsNormBackward.prepare::<C>(parents);
     match prepared.compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((kept, kernels), out),
+        OpsKind::Tracked(prep) => prep.finish((kept, sum, kernels), out),
         OpsKind::UnTracked(prep) => prep.finish(out),
     }
 }

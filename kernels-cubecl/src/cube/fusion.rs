@@ -45,8 +45,15 @@ impl Fused for Fusion<CubeBackend> {
         (lazy(y), lazy(stats))
     }
 
-    fn fused_layer_norm_backward(x: Lazy, stats: Lazy, weight: Lazy, dy: Lazy) -> [Lazy; 3] {
-        B::fused_layer_norm_backward(now(x), now(stats), now(weight), now(dy)).map(lazy)
+    fn fused_layer_norm_backward(
+        x: Lazy,
+        stats: Lazy,
+        weight: Lazy,
+        dy: Lazy,
+        so_far: Option<Lazy>,
+    ) -> [Lazy; 3] {
+        let [x, stats, weight, dy] = [x, stats, weight, dy].map(now);
+        B::fused_layer_norm_backward(x, stats, weight, dy, so_far.map(now)).map(lazy)
     }
 
     fn fused_rms_norm(x: Lazy, weight: Lazy, epsilon: f64) -> (Lazy, Lazy) {
@@ -54,8 +61,15 @@ impl Fused for Fusion<CubeBackend> {
         (lazy(y), lazy(scale))
     }
 
-    fn fused_rms_norm_backward(x: Lazy, scale: Lazy, weight: Lazy, dy: Lazy) -> [Lazy; 2] {
-        B::fused_rms_norm_backward(now(x), now(scale), now(weight), now(dy)).map(lazy)
+    fn fused_rms_norm_backward(
+        x: Lazy,
+        scale: Lazy,
+        weight: Lazy,
+        dy: Lazy,
+        so_far: Option<Lazy>,
+    ) -> [Lazy; 2] {
+        let [x, scale, weight, dy] = [x, scale, weight, dy].map(now);
+        B::fused_rms_norm_backward(x, scale, weight, dy, so_far.map(now)).map(lazy)
     }
 
     fn fused_added_norm(

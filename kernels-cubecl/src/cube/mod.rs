@@ -59,8 +59,9 @@ impl Fused for CubeBackend {
         stats: CubeTensor,
         weight: CubeTensor,
         dy: CubeTensor,
+        so_far: Option<CubeTensor>,
     ) -> [CubeTensor; 3] {
-        norm::layer_norm_backward(x, stats, weight, dy)
+        norm::layer_norm_backward(x, stats, weight, dy, so_far)
     }
 
     fn fused_rms_norm(x: CubeTensor, weight: CubeTensor, epsilon: f64) -> (CubeTensor, CubeTensor) {
@@ -72,8 +73,9 @@ impl Fused for CubeBackend {
         scale: CubeTensor,
         weight: CubeTensor,
         dy: CubeTensor,
+        so_far: Option<CubeTensor>,
     ) -> [CubeTensor; 2] {
-        norm::rms_norm_backward(x, scale, weight, dy)
+        norm::rms_norm_backward(x, scale, weight, dy, so_far)
     }
 
     fn fused_added_norm(

@@ -166,17 +166,19 @@ fn added_norm_forward<F: Float, N: Size>(
     }
 }
 
-/// A cube takes every so many rows; `partials [1 or 2, cubes, width]` gets its sums of `dy ∘ x̂`, and of `dy`.
+/// With `add` the input's gradient is added to what it is `so_far`. A cube takes every so many rows; `partials [1 or 2, cubes, width]` gets its sums of `dy ∘ x̂`, and of `dy`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn norm_backward<F: Float, N: Size>(
     x: &[Vector<F, N>],
     stats: &[f32],
     weight: &[Vector<F, N>],
     dy: &[Vector<F, N>],
+    so_far: &[Vector<F, N>],
     dx: &mut [Vector<F, N>],
     partials: &mut [Vector<f32, N>],
     rows: usize,
     parts: usize,
+    #[comptime] add: bool,
     #[comptime] row: Row,
     #[define(F)] _dtype: ElemType,
 ) {
@@ -226,7 +228,11 @@ fn norm_backward<F: Float, N: Size>(
             let at = i * row.units + unit;
             if at < row.vectors {
                 let rest = g[i] - Vector::new(g_mean) - normal[i] * Vector::new(along);
-                dx[base + at] = Vector::cast_from(rest * Vector::new(scale));
+                let mut own = rest * Vector::new(scale);
+                if comptime!(add) {
+                    own += Vector::cast_from(so_far[base + at]);
+                }
+                dx[base + at] = Vector::cast_from(own);
             }
         }
         at_row += parts;
@@ -334,10 +340,14 @@ fn backward(
     stats: CubeTensor,
     weight: CubeTensor,
     dy: CubeTensor,
+    so_far: Option<CubeTensor>,
     centred: bool,
 ) -> (CubeTensor, CubeTensor) {
     let (x, stats) = (contiguous(x), contiguous(stats));
     let (weight, dy) = (contiguous(weight), contiguous(dy));
+    let add = so_far.is_some();
+    // Of a kernel that does not add, nothing reads it.
+    let so_far = so_far.map_or_else(|| dy.clone(), contiguous);
     let (rows, n) = rows_of(&x);
     let parts = rows.clamp(1, PARTS);
     let dx = empty_like(&x);
@@ -358,10 +368,12 @@ fn backward(
             stats.into_buffer_arg(),
             weight.clone().into_buffer_arg(),
             dy.into_buffer_arg(),
+            so_far.into_buffer_arg(),
             dx.clone().into_buffer_arg(),
             partials.clone().into_buffer_arg(),
             rows,
             parts,
+            add,
             row,
             elem(&x),
         );
@@ -383,9 +395,10 @@ pub fn layer_norm_backward(
     stats: CubeTensor,
     weight: CubeTensor,
     dy: CubeTensor,
+    so_far: Option<CubeTensor>,
 ) -> [CubeTensor; 3] {
     let n = rows_of(&x).1;
-    let (dx, sums) = backward(x, stats, weight, dy, true);
+    let (dx, sums) = backward(x, stats, weight, dy, so_far, true);
     [dx, super::row(&sums, 0, n), super::row(&sums, 1, n)]
 }
 
@@ -398,9 +411,10 @@ pub fn rms_norm_backward(
     scale: CubeTensor,
     weight: CubeTensor,
     dy: CubeTensor,
+    so_far: Option<CubeTensor>,
 ) -> [CubeTensor; 2] {
     let n = rows_of(&x).1;
-    let (dx, sums) = backward(x, scale, weight, dy, false);
+    let (dx, sums) = backward(x, scale, weight, dy, so_far, false);
     [dx, reshaped(sums, [n])]
 }
 
@@ -461,30 +475,34 @@ pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
             ));
             let load = load.min(4);
             let row = Row::new(units, WIDTH / load, centred);
-            all.push(Entry::new(
-                format!("{kind}_backward {name}"),
-                128,
-                move |t| {
-                    let dim = settings(CubeDim::new_1d(row.units as u32));
-                    let (device, properties) = (t.device, t.properties);
-                    Box::new(norm_backward::NormBackward::new(
-                        dim,
-                        device,
-                        properties,
-                        b(),
-                        b(),
-                        b(),
-                        b(),
-                        b(),
-                        b(),
-                        (),
-                        (),
-                        load,
-                        row,
-                        dtype,
-                    ))
-                },
-            ));
+            for (added, add) in [("", false), ("added_", true)] {
+                all.push(Entry::new(
+                    format!("{added}{kind}_backward {name}"),
+                    128,
+                    move |t| {
+                        let dim = settings(CubeDim::new_1d(row.units as u32));
+                        let (device, properties) = (t.device, t.properties);
+                        Box::new(norm_backward::NormBackward::new(
+                            dim,
+                            device,
+                            properties,
+                            b(),
+                            b(),
+                            b(),
+                            b(),
+                            b(),
+                            b(),
+                            b(),
+                            (),
+                            (),
+                            load,
+                            add,
+                            row,
+                            dtype,
+                        ))
+                    },
+                ));
+            }
         }
     }
 }

@@ -44,8 +44,9 @@ impl Fused for Flex {
         stats: FlexTensor,
         weight: FlexTensor,
         dy: FlexTensor,
+        so_far: Option<FlexTensor>,
     ) -> [FlexTensor; 3] {
-        norm::layer_norm_backward(&x, &stats, &weight, &dy)
+        norm::layer_norm_backward(&x, &stats, &weight, &dy, so_far.as_ref())
     }
 
     fn fused_rms_norm(x: FlexTensor, weight: FlexTensor, epsilon: f64) -> (FlexTensor, FlexTensor) {
@@ -57,8 +58,9 @@ impl Fused for Flex {
         scale: FlexTensor,
         weight: FlexTensor,
         dy: FlexTensor,
+        so_far: Option<FlexTensor>,
     ) -> [FlexTensor; 2] {
-        norm::rms_norm_backward(&x, &scale, &weight, &dy)
+        norm::rms_norm_backward(&x, &scale, &weight, &dy, so_far.as_ref())
     }
 
     fn fused_added_norm(

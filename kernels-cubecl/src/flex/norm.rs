@@ -124,20 +124,23 @@ pub fn added_layer_norm(
 }
 
 vectors! {
-    /// The input's gradient of some rows, and these rows' part of the weight's and the bias's.
+    /// The input's gradient of some rows, added to what it is `so_far`, and these rows' part of the weight's and the
+    /// bias's, one after another.
     fn layer_norm_rows_backward[M](
         x: &[f32],
         dy: &[f32],
+        so_far: Option<&[f32]>,
         dx: &mut [Unwritten],
         stats: &[f32],
         weight: &[f32],
-        d_weight: &mut [f32],
-        d_bias: &mut [f32],
+        sums: &mut [f32],
     ) {
         let h = weight.len();
-        let (d_weight, d_bias) = (&mut d_weight[..h], &mut d_bias[..h]);
+        let (d_weight, d_bias) = sums.split_at_mut(h);
+        let d_bias = &mut d_bias[..h];
         let rows = x.chunks_exact(h).zip(dy.chunks_exact(h)).zip(dx.chunks_exact_mut(h));
-        for (((x, dy), dx), stats) in rows.zip(stats.chunks_exact(2)) {
+        for (row, (((x, dy), dx), stats)) in rows.zip(stats.chunks_exact(2)).enumerate() {
+            let so_far = so_far.map(|so_far| &so_far[row * h..][..h]);
             let (mean, scale) = (stats[0], stats[1]);
             let g_sum = sum2(dy, weight, |dy, w| dy * w);
             // Σ dy w (x - mean) needs three streams: in lanes of its own.
@@ -158,7 +161,8 @@ vectors! {
             for i in 0..h {
                 let normal = (x[i] - mean) * scale;
                 let g = dy[i] * weight[i];
-                dx[i].write(scale * (g - g_mean - normal * along));
+                let own = scale * (g - g_mean - normal * along);
+                dx[i].write(so_far.map_or(own, |so_far| so_far[i] + own));
                 d_weight[i] = M::mul_add(dy[i], normal, d_weight[i]);
                 d_bias[i] += dy[i];
             }
@@ -166,15 +170,18 @@ vectors! {
     }
 }
 
-pub fn layer_norm_backward(
-    x: &FlexTensor,
-    stats: &FlexTensor,
-    weight: &FlexTensor,
-    dy: &FlexTensor,
-) -> [FlexTensor; 3] {
+/// The input's gradient, and the sums over all rows of the `width` values that each adds: `run` takes input,
+/// output's gradient and statistics, `per_row`, of some rows at a time.
+fn backward(
+    [x, dy, stats]: [&FlexTensor; 3],
+    per_row: usize,
+    width: usize,
+    so_far: Option<&FlexTensor>,
+    run: impl Fn([&[f32]; 3], Option<&[f32]>, &mut [Unwritten], &mut [f32]) + Sync,
+) -> (FlexTensor, Vec<f32>) {
     let ((rows, h), shape) = (rows_of(x), shape_of(x));
     let (x, stats, dy) = (Values::of(x), Values::of(stats), Values::of(dy));
-    let weight = Values::of(weight);
+    let so_far = so_far.map(Values::of);
     let at_once = rows_at_once(h);
     let mut sums = Vec::new();
     // SAFETY: every row is written by the task that has it.
@@ -182,21 +189,41 @@ pub fn layer_norm_backward(
         written(rows * h, |dx| {
             let tasks = x.par_chunks(at_once * h).zip(dy.par_chunks(at_once * h));
             let tasks = tasks.zip(dx.par_chunks_mut(at_once * h));
-            let tasks = tasks.zip(stats.par_chunks(at_once * 2));
+            let tasks = tasks.zip(stats.par_chunks(at_once * per_row));
             tasks
-                .map(|(((x, dy), dx), stats)| {
-                    let mut sums = vec![0f32; 2 * h];
-                    let (d_weight, d_bias) = sums.split_at_mut(h);
-                    layer_norm_rows_backward(x, dy, dx, stats, &weight, d_weight, d_bias);
+                .enumerate()
+                .map(|(task, (((x, dy), dx), stats))| {
+                    let so_far = so_far.as_ref();
+                    let so_far = so_far.map(|so_far| &so_far[task * at_once * h..][..x.len()]);
+                    let mut sums = vec![0f32; width];
+                    run([x, dy, stats], so_far, dx, &mut sums);
                     sums
                 })
                 .collect_into_vec(&mut sums);
         })
     };
-    let mut d_weight = added_up(sums, 2 * h);
+    (tensor(dx, shape), added_up(sums, width))
+}
+
+pub fn layer_norm_backward(
+    x: &FlexTensor,
+    stats: &FlexTensor,
+    weight: &FlexTensor,
+    dy: &FlexTensor,
+    so_far: Option<&FlexTensor>,
+) -> [FlexTensor; 3] {
+    let h = rows_of(x).1;
+    let weight = Values::of(weight);
+    let run = |[x, dy, stats]: [&[f32]; 3],
+               so_far: Option<&[f32]>,
+               dx: &mut [Unwritten],
+               sums: &mut [f32]| {
+        layer_norm_rows_backward(x, dy, so_far, dx, stats, &weight, sums);
+    };
+    let (dx, mut d_weight) = backward([x, dy, stats], 2, 2 * h, so_far, run);
     let d_bias = d_weight.split_off(h);
     [
-        tensor(dx, shape),
+        dx,
         tensor(d_weight, Shape::new([h])),
         tensor(d_bias, Shape::new([h])),
     ]
@@ -256,10 +283,11 @@ pub fn added_rms_norm(
 }
 
 vectors! {
-    /// The input's gradient of some rows, and these rows' part of the weight's.
+    /// The input's gradient of some rows, added to what it is `so_far`, and these rows' part of the weight's.
     fn rms_norm_rows_backward[M](
         x: &[f32],
         dy: &[f32],
+        so_far: Option<&[f32]>,
         dx: &mut [Unwritten],
         scales: &[f32],
         weight: &[f32],
@@ -268,7 +296,8 @@ vectors! {
         let h = weight.len();
         let d_weight = &mut d_weight[..h];
         let rows = x.chunks_exact(h).zip(dy.chunks_exact(h)).zip(dx.chunks_exact_mut(h));
-        for (((x, dy), dx), scale) in rows.zip(scales) {
+        for (row, (((x, dy), dx), scale)) in rows.zip(scales).enumerate() {
+            let so_far = so_far.map(|so_far| &so_far[row * h..][..h]);
             let (mut lanes, whole) = ([0f32; 32], h / 32 * 32);
             let mut at = 0;
             while at < whole {
@@ -283,7 +312,8 @@ vectors! {
             }
             let along = along * scale * scale / h as f32;
             for i in 0..h {
-                dx[i].write(scale * (dy[i] * weight[i] - x[i] * along));
+                let own = scale * (dy[i] * weight[i] - x[i] * along);
+                dx[i].write(so_far.map_or(own, |so_far| so_far[i] + own));
                 d_weight[i] = M::mul_add(dy[i], x[i] * scale, d_weight[i]);
             }
         }
@@ -295,27 +325,16 @@ pub fn rms_norm_backward(
     scales: &FlexTensor,
     weight: &FlexTensor,
     dy: &FlexTensor,
+    so_far: Option<&FlexTensor>,
 ) -> [FlexTensor; 2] {
-    let ((rows, h), shape) = (rows_of(x), shape_of(x));
-    let (x, scales, dy) = (Values::of(x), Values::of(scales), Values::of(dy));
+    let h = rows_of(x).1;
     let weight = Values::of(weight);
-    let at_once = rows_at_once(h);
-    let mut sums = Vec::new();
-    // SAFETY: every row is written by the task that has it.
-    let dx = unsafe {
-        written(rows * h, |dx| {
-            let tasks = x.par_chunks(at_once * h).zip(dy.par_chunks(at_once * h));
-            let tasks = tasks.zip(dx.par_chunks_mut(at_once * h));
-            tasks
-                .zip(scales.par_chunks(at_once))
-                .map(|(((x, dy), dx), scales)| {
-                    let mut d_weight = vec![0f32; h];
-                    rms_norm_rows_backward(x, dy, dx, scales, &weight, &mut d_weight);
-                    d_weight
-                })
-                .collect_into_vec(&mut sums);
-        })
+    let run = |[x, dy, scales]: [&[f32]; 3],
+               so_far: Option<&[f32]>,
+               dx: &mut [Unwritten],
+               d_weight: &mut [f32]| {
+        rms_norm_rows_backward(x, dy, so_far, dx, scales, &weight, d_weight);
     };
-    let d_weight = added_up(sums, h);
-    [tensor(dx, shape), tensor(d_weight, Shape::new([h]))]
+    let (dx, d_weight) = backward([x, dy, scales], 1, h, so_far, run);
+    [dx, tensor(d_weight, Shape::new([h]))]
 }
