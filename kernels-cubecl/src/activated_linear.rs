@@ -69,10 +69,7 @@ pub(crate) fn forward<B: Fused>(
     kernels: Kernels,
 ) -> FloatTensor<B> {
     let inner = activation.forward::<B>(x, bias, kernels);
-    match out_bias {
-        None => linear::forward::<B>(inner, weight),
-        Some(bias) => linear::bias_forward::<B>(inner, weight, bias, kernels),
-    }
+    linear::forward::<B>(inner, weight, out_bias, kernels)
 }
 
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(

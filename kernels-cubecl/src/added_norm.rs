@@ -3,10 +3,11 @@
 use crate::{Fused, KernelOps, Kernels, layer_norm, rms_norm};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Dispatch};
+use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::Tensor;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// `residual + x`, and its [`layer_norm`](layer_norm::layer_norm()).
 ///
@@ -62,8 +63,15 @@ pub(crate) fn forward<B: Fused>(
     [sum, y, stats]
 }
 
-/// Both outputs with a graph: the sum's is an addition's, and the norm's starts from it. Whatever takes the sum later
-/// comes earlier in the backward, so the norm's adds its gradient to what is there.
+/// What the backward has of an output's gradient.
+type Kept<B> = Arc<Mutex<Option<FloatTensor<B>>>>;
+
+fn locked<B: Backend>(kept: &Kept<B>) -> MutexGuard<'_, Option<FloatTensor<B>>> {
+    kept.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Both outputs with a graph. Each is a node whose backward only keeps its gradient, for that of the one node before
+/// them: so the norm's backward has the sum's other gradient, and adds to it.
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     residual: FloatTensor<Autodiff<B, C>>,
@@ -72,37 +80,160 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     epsilon: f64,
     kernels: Kernels,
 ) -> [FloatTensor<Autodiff<B, C>>; 2] {
-    #[derive(Debug)]
-    struct AddBackward;
-
-    impl<B: KernelOps + Fused> Backward<B, 2> for AddBackward {
-        type State = ();
-
-        fn backward(self, ops: Ops<(), 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let dy = grads.consume::<B>(&ops.node);
-            for node in ops.parents.into_iter().flatten() {
-                grads.register::<B>(node.id, dy.clone());
-            }
-        }
-    }
-
     let ((x, x_node), (residual, residual_node)) = (x.into_parts(), residual.into_parts());
     let (weight, weight_node) = weight.into_parts();
     let bias = bias.map(|bias| bias.into_parts());
     let (bias, bias_node) = bias.map_or((None, None), |(bias, node)| (Some(bias), Some(node)));
     let [sum, y, stats] = forward::<B>(x, residual, weight.clone(), bias, epsilon, kernels);
-    let tracked = AddBackward.prepare::<C>([x_node, residual_node]);
-    let sum: FloatTensor<Autodiff<B, C>> = match tracked.compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((), sum),
-        OpsKind::UnTracked(prep) => prep.finish(sum),
+    let state = State::<B> {
+        kept: [sum.clone(), stats, weight],
+        d_sum: Kept::<B>::default(),
+        dy: Kept::<B>::default(),
+        kernels,
     };
-    let (of_sum, sum_node) = sum.clone().into_parts();
-    let (kept, of) = ([of_sum, stats, weight], Some(sum.clone()));
-    let y = match bias_node {
+    let (d_sum, dy) = (state.d_sum.clone(), state.dy.clone());
+    let (value, nodes) = (sum.clone(), [x_node, residual_node, weight_node]);
+    let both = match bias_node {
         Some(bias) => {
-            layer_norm::record::<B, C>([sum_node, weight_node, bias], kept, of, kernels, y)
+            let [x, residual, weight] = nodes;
+            record::<B, C, 4>([x, residual, weight, bias], state, value)
         }
-        None => rms_norm::record::<B, C>([sum_node, weight_node], kept, of, kernels, y),
+        None => record::<B, C, 3>(nodes, state, value),
     };
-    [sum, y]
+    [
+        output::<B, C>(both.node(), sum, d_sum),
+        output::<B, C>(both.node(), y, dy),
+    ]
+}
+
+#[derive(Debug, Clone)]
+struct State<B: Backend> {
+    /// The sum, its norm's statistics, and the weight.
+    kept: [FloatTensor<B>; 3],
+    d_sum: Kept<B>,
+    dy: Kept<B>,
+    kernels: Kernels,
+}
+
+/// The node before both outputs: of input, residual, weight, and bias if there is one.
+fn record<B: KernelOps + Fused, C: CheckpointStrategy, const N: usize>(
+    parents: [NodeGuard; N],
+    state: State<B>,
+    value: FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct AddedNormBackward;
+
+    impl<B: KernelOps + Fused, const N: usize> Backward<B, N> for AddedNormBackward {
+        type State = State<B>;
+
+        fn backward(self, ops: Ops<State<B>, N>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let State {
+                kept,
+                d_sum,
+                dy,
+                kernels,
+            } = ops.state;
+            let (d_sum, dy) = (locked::<B>(&d_sum).take(), locked::<B>(&dy).take());
+            let [x, stats, weight] = kept;
+            let (dx, of_norm) = match dy {
+                Some(dy) if N == 4 => {
+                    let [dx, d_weight, d_bias] =
+                        layer_norm::backward::<B>(x, stats, weight, dy, d_sum, kernels);
+                    (dx, vec![d_weight, d_bias])
+                }
+                Some(dy) => {
+                    let [dx, d_weight] =
+                        rms_norm::backward::<B>(x, stats, weight, dy, d_sum, kernels);
+                    (dx, vec![d_weight])
+                }
+                // Nobody took the norm.
+                None => {
+                    let (shape, device) = (weight.shape(), weight.device());
+                    let zeros = B::float_zeros(shape, &device, weight.dtype().into());
+                    (
+                        d_sum.expect("the gradient of one of two outputs"),
+                        vec![zeros; N - 2],
+                    )
+                }
+            };
+            let all = [dx.clone(), dx].into_iter().chain(of_norm);
+            for (parent, gradient) in ops.parents.into_iter().zip(all) {
+                if let Some(node) = parent {
+                    grads.register::<B>(node.id, gradient);
+                }
+            }
+        }
+    }
+
+    let prepared = AddedNormBackward.prepare::<C>(parents);
+    match prepared.compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(state, value),
+        OpsKind::UnTracked(prep) => prep.finish(value),
+    }
+}
+
+/// An output, whose gradient is kept in `to`.
+fn output<B: KernelOps + Fused, C: CheckpointStrategy>(
+    of: NodeGuard,
+    value: FloatTensor<B>,
+    to: Kept<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct OutputBackward;
+
+    impl<B: KernelOps + Fused> Backward<B, 1> for OutputBackward {
+        type State = Kept<B>;
+
+        fn backward(self, ops: Ops<Kept<B>, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let gradient = grads.consume::<B>(&ops.node);
+            *locked::<B>(&ops.state) = Some(gradient);
+        }
+    }
+
+    let prepared = OutputBackward.prepare::<C>([of]);
+    match prepared.compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(to, value),
+        OpsKind::UnTracked(prep) => prep.finish(value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::Device;
+
+    #[test]
+    fn one_output_alone_has_its_gradients() {
+        let device = Device::flex().autodiff();
+        let row = |values: [f32; 3]| Tensor::<1>::from_data(values, &device).require_grad();
+        for kernels in [Kernels::Fused, Kernels::Local] {
+            let [x, residual, weight, bias] =
+                [[1.0, 2.0, 4.0], [0.5, 0.0, -1.0], [1.0; 3], [0.0; 3]].map(row);
+            let both = || {
+                let (weight, bias) = (weight.clone(), bias.clone());
+                added_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5, kernels)
+            };
+            let gradient = |of: &Tensor<1>, gradients: &_| -> Vec<f32> {
+                of.grad(gradients)
+                    .expect("a gradient")
+                    .into_data()
+                    .iter()
+                    .collect()
+            };
+            let of_sum = both().0.sum().backward();
+            assert_eq!(gradient(&x, &of_sum), [1.0; 3]);
+            assert_eq!(gradient(&residual, &of_sum), [1.0; 3]);
+            assert_eq!(gradient(&weight, &of_sum), [0.0; 3]);
+            assert_eq!(gradient(&bias, &of_sum), [0.0; 3]);
+
+            let of_norm = (both().1 * row([1.0, 0.0, 0.0])).sum().backward();
+            let (sum, weight, bias) = (x.clone() + residual.clone(), weight.clone(), bias.clone());
+            let y = layer_norm::layer_norm(sum, weight.clone(), bias.clone(), 1e-5, kernels);
+            let want = (y * row([1.0, 0.0, 0.0])).sum().backward();
+            for of in [&x, &residual, &weight, &bias] {
+                assert_eq!(gradient(of, &of_norm), gradient(of, &want));
+            }
+        }
+    }
 }

@@ -112,13 +112,18 @@ pub trait Fused: Backend {
         d_out: FloatTensor<Self>,
     ) -> FloatTensor<Self>;
 
-    /// `x [.., in] · weightᵀ + bias` for a weight `[out, in]`.
+    /// `x [.., in] · weightᵀ + bias`, if there is one, for a weight `[out, in]`.
     fn fused_linear(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
+        bias: Option<FloatTensor<Self>>,
     ) -> FloatTensor<Self> {
-        linear::bias_reference::<Self>(x, weight, bias)
+        linear::reference::<Self>(x, weight, bias)
+    }
+
+    /// `dy [.., out] · weight -> [.., in]`, for a weight `[out, in]`.
+    fn fused_input_gradient(dy: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        linear::input_gradient_reference::<Self>(dy, weight)
     }
 
     /// `dyᵀ · x`, `[out, in]`, for `dy [.., out]` and `x [.., in]`.

@@ -34,37 +34,35 @@ pub fn linear_bias<const D: usize>(
 }
 
 /// Views `[.., n]` as `[rows, n]`.
-pub fn as_matrix<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+fn as_matrix<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let shape = x.shape();
     let n = width(&shape);
     B::float_reshape(x, rows(&shape, n))
 }
 
-/// The product in primitives.
-pub fn forward<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTensor<B> {
-    let shape = with_last(x.shape(), weight.shape()[0]);
-    let y = B::float_matmul(as_matrix::<B>(x), B::float_transpose(weight));
-    B::float_reshape(y, shape)
-}
-
-pub(crate) fn bias_forward<B: Fused>(
+/// The product, with a bias if there is one.
+pub fn forward<B: Fused>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
-    bias: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
     kernels: Kernels,
 ) -> FloatTensor<B> {
     match kernels.fuse::<B>(&x) {
         true => B::fused_linear(x, weight, bias),
-        false => bias_reference::<B>(x, weight, bias),
+        false => reference::<B>(x, weight, bias),
     }
 }
 
-pub(crate) fn bias_reference<B: Backend>(
+/// In primitives.
+pub(crate) fn reference<B: Backend>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
-    bias: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
 ) -> FloatTensor<B> {
-    let y = forward::<B>(x, weight);
+    let shape = with_last(x.shape(), weight.shape()[0]);
+    let y = B::float_matmul(as_matrix::<B>(x), B::float_transpose(weight));
+    let y = B::float_reshape(y, shape);
+    let Some(bias) = bias else { return y };
     let mut shape = vec![1; y.shape().num_dims() - 1];
     shape.push(bias.shape()[0]);
     B::float_add(y, B::float_reshape(bias, Shape::from(shape)))
@@ -77,20 +75,19 @@ fn with_last(mut shape: Shape, last: usize) -> Shape {
 }
 
 /// The gradients of input and weight, where they are wanted.
-pub(crate) fn backward<B: Fused>(
+pub fn backward<B: Fused>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     dy: FloatTensor<B>,
     wanted: [bool; 2],
     kernels: Kernels,
 ) -> [Option<FloatTensor<B>>; 2] {
-    let shape = x.shape();
-    let dy = as_matrix::<B>(dy);
-    let dx = wanted[0].then(|| {
-        let dx = B::float_matmul(dy.clone(), weight);
-        B::float_reshape(dx, shape)
+    let fuse = kernels.fuse::<B>(&dy);
+    let dx = wanted[0].then(|| match fuse {
+        true => B::fused_input_gradient(dy.clone(), weight),
+        false => input_gradient_reference::<B>(dy.clone(), weight),
     });
-    let d_weight = wanted[1].then(|| match kernels.fuse::<B>(&dy) {
+    let d_weight = wanted[1].then(|| match fuse {
         true => B::fused_weight_gradient(dy, x),
         false => weight_gradient_reference::<B>(dy, x),
     });
@@ -107,6 +104,14 @@ pub(crate) fn bias_gradient<B: Fused>(
         true => B::fused_column_sums(dy),
         false => column_sums::<B>(dy, dtype),
     }
+}
+
+pub(crate) fn input_gradient_reference<B: Backend>(
+    dy: FloatTensor<B>,
+    weight: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let shape = with_last(dy.shape(), weight.shape()[1]);
+    B::float_reshape(B::float_matmul(as_matrix::<B>(dy), weight), shape)
 }
 
 pub(crate) fn weight_gradient_reference<B: Backend>(
@@ -141,7 +146,7 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     }
 
     let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
-    let y = forward::<B>(x.clone(), weight.clone());
+    let y = forward::<B>(x.clone(), weight.clone(), None, kernels);
     match LinearBackward
         .prepare::<C>([x_node, weight_node])
         .compute_bound()
@@ -184,7 +189,7 @@ pub(crate) fn bias_autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
 
     let ((x, x_node), (weight, weight_node), (bias, bias_node)) =
         (x.into_parts(), weight.into_parts(), bias.into_parts());
-    let y = bias_forward::<B>(x.clone(), weight.clone(), bias, kernels);
+    let y = forward::<B>(x.clone(), weight.clone(), Some(bias), kernels);
     match LinearBiasBackward
         .prepare::<C>([x_node, weight_node, bias_node])
         .compute_bound()

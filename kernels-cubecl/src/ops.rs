@@ -221,9 +221,9 @@ macro_rules! forwards {
             fn linear_op(
                 x: FloatTensor<Self>,
                 weight: FloatTensor<Self>,
-                _: Kernels,
+                kernels: Kernels,
             ) -> FloatTensor<Self> {
-                linear::forward::<Self>(x, weight)
+                linear::forward::<Self>(x, weight, None, kernels)
             }
 
             fn linear_bias_op(
@@ -232,7 +232,7 @@ macro_rules! forwards {
                 bias: FloatTensor<Self>,
                 kernels: Kernels,
             ) -> FloatTensor<Self> {
-                linear::bias_forward::<Self>(x, weight, bias, kernels)
+                linear::forward::<Self>(x, weight, Some(bias), kernels)
             }
 
             fn rms_norm_op(

@@ -3,7 +3,7 @@
 use crate::{Fused, KernelOps, Kernels, column_sums, narrowed, rows, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Dispatch, TensorMetadata};
 use burn::tensor::{Shape, Tensor};
@@ -46,8 +46,8 @@ pub(crate) fn forward<B: Fused>(
 }
 
 /// With `x̂` the normalised input and `g = dy ∘ weight`: `dx = scale (g - x̂ mean(g ∘ x̂))`,
-/// `dweight = Σ dy ∘ x̂`.
-fn backward<B: Fused>(
+/// `dweight = Σ dy ∘ x̂`. What the input's gradient is `so_far` is added to it.
+pub(crate) fn backward<B: Fused>(
     x: FloatTensor<B>,
     scale: FloatTensor<B>,
     weight: FloatTensor<B>,
@@ -83,36 +83,17 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     epsilon: f64,
     kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
-    let ((x, xn), (weight, wn)) = (x.into_parts(), weight.into_parts());
-    let (out, scale) = forward::<B>(x.clone(), weight.clone(), epsilon, kernels);
-    record::<B, C>([xn, wn], [x, scale, weight], None, kernels, out)
-}
-
-/// The output with a graph: of input and weight, with input, scales and weight `kept`.
-/// The gradient of a `sum` that is the input is taken as far as it has come, and added to in the same pass.
-pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
-    parents: [NodeGuard; 2],
-    kept: [FloatTensor<B>; 3],
-    sum: Option<FloatTensor<Autodiff<B, C>>>,
-    kernels: Kernels,
-    out: FloatTensor<B>,
-) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct RmsNormBackward;
 
     impl<B: KernelOps + Fused> Backward<B, 2> for RmsNormBackward {
-        /// The input, its rows' scales, and the weight; the sum that the input is, with its place in the graph.
-        type State = (
-            [FloatTensor<B>; 3],
-            Option<FloatTensor<Autodiff<B>>>,
-            Kernels,
-        );
+        /// The input, its rows' scales, and the weight.
+        type State = ([FloatTensor<B>; 3], Kernels);
 
         fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ([x, scale, weight], sum, kernels) = ops.state;
+            let ([x, scale, weight], kernels) = ops.state;
             let dy = grads.consume::<B>(&ops.node);
-            let so_far = sum.and_then(|sum| grads.remove::<B>(&sum));
-            let all = backward::<B>(x, scale, weight, dy, so_far, kernels);
+            let all = backward::<B>(x, scale, weight, dy, None, kernels);
             for (parent, gradient) in ops.parents.into_iter().zip(all) {
                 if let Some(node) = parent {
                     grads.register::<B>(node.id, gradient);
@@ -121,9 +102,12 @@ pub(crate) fn record<B: KernelOps + Fused, C: CheckpointStrategy>(
         }
     }
 
-    let prepared = RmsNormBackward.prepare::<C>(parents);
+    let ((x, xn), (weight, wn)) = (x.into_parts(), weight.into_parts());
+    let (out, scale) = forward::<B>(x.clone(), weight.clone(), epsilon, kernels);
+    let kept = [x, scale, weight];
+    let prepared = RmsNormBackward.prepare::<C>([xn, wn]);
     match prepared.compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((kept, sum, kernels), out),
+        OpsKind::Tracked(prep) => prep.finish((kept, kernels), out),
         OpsKind::UnTracked(prep) => prep.finish(out),
     }
 }

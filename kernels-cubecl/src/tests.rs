@@ -338,8 +338,9 @@ fn products_have_the_same_bits_on_any_number_of_threads() {
         pool.build().expect("threads").install(|| {
             let (x, weight, dy) = (tensor([n, i], 1), tensor([o, i], 2), tensor([n, o], 3));
             let bias = FlexTensor::from_data(TensorData::new(arbitrary([1, 1, o], 4), [o]));
-            let y = Flex::fused_linear(x.clone(), weight, bias);
-            (host(y), host(Flex::fused_weight_gradient(dy, x)))
+            let y = Flex::fused_linear(x.clone(), weight.clone(), Some(bias));
+            let dx = Flex::fused_input_gradient(dy.clone(), weight);
+            [y, dx, Flex::fused_weight_gradient(dy, x)].map(host)
         })
     };
     let one = run(1);

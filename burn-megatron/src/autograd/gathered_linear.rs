@@ -7,10 +7,10 @@ use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::Checkpoi
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
+use burn::backend::{Autodiff, Backend, Dispatch};
 use burn::tensor::Tensor;
-use burn_megatron_kernels::Kernels;
 use burn_megatron_kernels::linear::{self, linear};
+use burn_megatron_kernels::{Fused, Kernels};
 
 /// `gather(x) · weightᵀ` for an input `x [s/t, .., in]` of which each rank has its positions: the
 /// sequence is gathered for the product and not kept. The backward gathers it again, and scatters the
@@ -20,14 +20,20 @@ use burn_megatron_kernels::linear::{self, linear};
 /// # Shapes
 /// - `x`: `[s/t, .., in]`, `weight`: `[out, in]`
 /// - output: `[s, .., out]`
-pub fn gathered_linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>, tp: &CommRef) -> Tensor<D> {
+pub fn gathered_linear<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    tp: &CommRef,
+    kernels: Kernels,
+) -> Tensor<D> {
     if tp.size() == 1 {
-        return linear(x, weight, Kernels::default());
+        return linear(x, weight, kernels);
     }
     Tensor::from_dispatch(Dispatch::gathered_linear(
         x.into_dispatch(),
         weight.into_dispatch(),
         tp.clone(),
+        kernels,
     ))
 }
 
@@ -36,52 +42,53 @@ fn gathered<B: Backend>(x: FloatTensor<B>, tp: &CommRef) -> FloatTensor<B> {
     collective::run::<B>(x, Collective::AllGather { dim: 0 }, tp)
 }
 
-pub(super) fn forward<B: Backend>(
+pub(super) fn forward<B: Fused>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     tp: &CommRef,
+    kernels: Kernels,
 ) -> FloatTensor<B> {
-    linear::forward::<B>(gathered::<B>(x, tp), weight)
+    linear::forward::<B>(gathered::<B>(x, tp), weight, None, kernels)
 }
 
-pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
+pub(super) fn autodiff<B: ParallelOps + Fused, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     weight: FloatTensor<Autodiff<B, C>>,
     tp: CommRef,
+    kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct GatheredLinearBackward;
 
-    impl<B: ParallelOps> Backward<B, 2> for GatheredLinearBackward {
+    impl<B: ParallelOps + Fused> Backward<B, 2> for GatheredLinearBackward {
         /// This rank's positions of `x`, the weight, and who has the others.
-        type State = (FloatTensor<B>, FloatTensor<B>, CommRef);
+        type State = (FloatTensor<B>, FloatTensor<B>, CommRef, Kernels);
 
         fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (x, weight, tp) = ops.state;
+            let (x, weight, tp, kernels) = ops.state;
+            let dy = grads.consume::<B>(&ops.node);
+            let wanted = [0, 1].map(|i| ops.parents[i].is_some());
             let [to_x, to_weight] = ops.parents;
-            let dy = linear::as_matrix::<B>(grads.consume::<B>(&ops.node));
             let x = gathered::<B>(x, &tp);
-            let shape = x.shape();
-            if let Some(node) = to_x {
-                let dx = B::float_reshape(B::float_matmul(dy.clone(), weight), shape);
+            let [dx, d_weight] = linear::backward::<B>(x, weight, dy, wanted, kernels);
+            if let (Some(node), Some(dx)) = (to_x, dx) {
                 let scatter = Collective::ReduceScatter { dim: 0 };
                 grads.register::<B>(node.id, collective::run::<B>(dx, scatter, &tp));
             }
-            if let Some(node) = to_weight {
-                let x = linear::as_matrix::<B>(x);
-                grads.register::<B>(node.id, B::float_matmul(B::float_transpose(dy), x));
+            if let (Some(node), Some(d_weight)) = (to_weight, d_weight) {
+                grads.register::<B>(node.id, d_weight);
             }
         }
     }
 
     let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
-    let y = B::gathered_linear(x.clone(), weight.clone(), tp.clone());
+    let y = forward::<B>(x.clone(), weight.clone(), &tp, kernels);
     match GatheredLinearBackward
         .prepare::<C>([x_node, weight_node])
         .compute_bound()
         .stateful()
     {
-        OpsKind::Tracked(prep) => prep.finish((x, weight, tp), y),
+        OpsKind::Tracked(prep) => prep.finish((x, weight, tp, kernels), y),
         OpsKind::UnTracked(prep) => prep.finish(y),
     }
 }

@@ -7,10 +7,55 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Dispatch, DispatchKindConversion, DispatchTensor};
 use burn::tensor::Tensor;
+use std::cell::RefCell;
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// `x` itself, whose gradient goes to `hook` in the backward, once and whole, and no further.
+thread_local! {
+    /// Where this thread's forward is, if hooks follow it: a constant that is as deep.
+    static PLACE: RefCell<Option<Place>> = const { RefCell::new(None) };
+}
+
+enum Place {
+    Start,
+    After(Box<Tensor<1>>),
+}
+
+/// While it lives, the hooks that this thread makes are as deep as what its forward [reached](reached()).
+///
+/// A backward runs the deepest nodes first, and a node is one deeper than the deepest that it is made of. A hook made of a
+/// parameter alone would be one deep, and get its gradient when everything else is done.
+#[derive(Debug)]
+#[must_use = "hooks follow the forward while it lives"]
+pub struct HooksFollow(PhantomData<*const ()>);
+
+impl HooksFollow {
+    /// For the forward that begins.
+    pub fn the_forward() -> Self {
+        PLACE.set(Some(Place::Start));
+        HooksFollow(PhantomData)
+    }
+}
+
+impl Drop for HooksFollow {
+    fn drop(&mut self) {
+        PLACE.set(None);
+    }
+}
+
+/// Says that the forward has come to `x`: parameters that are used first from here on have their gradients as soon as the
+/// backward has come back to it. For the beginning of a layer.
+pub fn reached<const D: usize>(x: &Tensor<D>) {
+    let followed = PLACE.with_borrow(Option::is_some);
+    if followed && x.device().is_autodiff() {
+        let here = Dispatch::place(x.clone().into_dispatch());
+        let here = Box::new(Tensor::from_dispatch(here));
+        PLACE.set(Some(Place::After(here)));
+    }
+}
+
+/// `x` itself, whose gradient goes to `hook` in the backward, once and whole, and no further; when, [`HooksFollow`] says.
 pub fn take_gradient<const D: usize>(
     x: Tensor<D>,
     hook: impl Fn(Tensor<D>) + Send + Sync + 'static,
@@ -18,7 +63,13 @@ pub fn take_gradient<const D: usize>(
     let hook = GradHook(Arc::new(move |gradient| {
         hook(Tensor::from_dispatch(gradient))
     }));
-    Tensor::from_dispatch(Dispatch::grad_hook(x.into_dispatch(), hook))
+    let after = PLACE.with_borrow(|place| match place {
+        Some(Place::After(place)) => Some(Tensor::clone(place).into_dispatch()),
+        Some(Place::Start) | None => None,
+    });
+    let x = x.into_dispatch();
+    let after = after.unwrap_or_else(|| x.clone());
+    Tensor::from_dispatch(Dispatch::grad_hook(x, after, hook))
 }
 
 /// What is done with the gradient.
@@ -33,6 +84,7 @@ impl fmt::Debug for GradHook {
 
 pub(super) fn autodiff<B: ParallelOps, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
+    after: FloatTensor<Autodiff<B, C>>,
     hook: GradHook,
 ) -> FloatTensor<Autodiff<B, C>>
 where
@@ -41,22 +93,44 @@ where
     #[derive(Debug)]
     struct HookBackward;
 
-    impl<B: ParallelOps> Backward<B, 1> for HookBackward
+    impl<B: ParallelOps> Backward<B, 2> for HookBackward
     where
         DispatchTensor: DispatchKindConversion<B>,
     {
         type State = GradHook;
 
-        fn backward(self, ops: Ops<GradHook, 1>, grads: &mut NodeGradients, _: &mut Checkpointer) {
+        fn backward(self, ops: Ops<GradHook, 2>, grads: &mut NodeGradients, _: &mut Checkpointer) {
             let gradient = grads.consume::<B>(&ops.node);
             (ops.state.0)(into_dispatch::<B>(gradient));
         }
     }
 
     let (x, node) = x.into_parts();
-    match HookBackward.prepare::<C>([node]).compute_bound().stateful() {
+    let prepared = HookBackward.prepare::<C>([node, after.node()]);
+    match prepared.compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish(hook, x),
         OpsKind::UnTracked(prep) => prep.finish(x),
+    }
+}
+
+/// A value of its own, as deep as `x`: what is made of it gets no gradient from here.
+pub(super) fn place<B: ParallelOps, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct Nothing;
+
+    impl<B: ParallelOps> Backward<B, 1> for Nothing {
+        type State = ();
+
+        fn backward(self, _: Ops<(), 1>, _: &mut NodeGradients, _: &mut Checkpointer) {}
+    }
+
+    let (x, node) = x.into_parts();
+    let value = B::place(x);
+    match Nothing.prepare::<C>([node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((), value),
+        OpsKind::UnTracked(prep) => prep.finish(value),
     }
 }
 

@@ -27,7 +27,7 @@ pub use burn_megatron_kernels::swiglu::swiglu;
 pub use collective::{Collective, CollectivePair};
 pub use cross_entropy::{VocabShard, vocab_parallel_cross_entropy};
 pub use gathered_linear::gathered_linear;
-pub use grad_hook::{GradHook, take_gradient};
+pub use grad_hook::{GradHook, HooksFollow, reached, take_gradient};
 pub(crate) use head_loss::blocks as head_loss_blocks;
 pub use head_loss::{HeadLossShard, head_loss};
 pub use mappings::*;
@@ -42,7 +42,7 @@ use burn::backend::{
     TensorMetadata, backend_extension,
 };
 use burn::tensor::{FloatDType, TensorData};
-use burn_megatron_kernels::{Fused, from_dispatch, into_dispatch};
+use burn_megatron_kernels::{Fused, Kernels, from_dispatch, into_dispatch};
 
 /// The operations of this module as an extension of Burn's backends.
 ///
@@ -60,9 +60,8 @@ pub trait ParallelOps: Backend {
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         tp: CommRef,
-    ) -> FloatTensor<Self> {
-        gathered_linear::forward::<Self>(x, weight, &tp)
-    }
+        kernels: Kernels,
+    ) -> FloatTensor<Self>;
 
     /// Cross entropy `[n]` of `logits [n, vocabulary shard]` for global `target` ids `[n]`.
     fn vocab_parallel_cross_entropy(
@@ -85,9 +84,18 @@ pub trait ParallelOps: Backend {
         Self::float_zeros([1].into(), &output.device(), FloatDType::F32)
     }
 
-    /// `x`, whose gradient goes to `hook` under autodiff.
-    fn grad_hook(x: FloatTensor<Self>, _hook: GradHook) -> FloatTensor<Self> {
+    /// `x`, whose gradient goes to `hook` under autodiff: a node deeper than `after`.
+    fn grad_hook(
+        x: FloatTensor<Self>,
+        _after: FloatTensor<Self>,
+        _hook: GradHook,
+    ) -> FloatTensor<Self> {
         x
+    }
+
+    /// A `[1]` of no value, as deep as `x` under autodiff.
+    fn place(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_empty([1].into(), &x.device(), x.dtype().into())
     }
 
     /// `output` as what the parents' graph gives, whose backward `replay` runs.
@@ -105,6 +113,15 @@ pub trait ParallelOps: Backend {
 macro_rules! forwards {
     ($backend:ty) => {
         impl ParallelOps for $backend {
+            fn gathered_linear(
+                x: FloatTensor<Self>,
+                weight: FloatTensor<Self>,
+                tp: CommRef,
+                kernels: Kernels,
+            ) -> FloatTensor<Self> {
+                gathered_linear::forward::<Self>(x, weight, &tp, kernels)
+            }
+
             fn head_loss(
                 hidden: FloatTensor<Self>,
                 weight: FloatTensor<Self>,
@@ -132,8 +149,9 @@ where
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         tp: CommRef,
+        kernels: Kernels,
     ) -> FloatTensor<Self> {
-        gathered_linear::autodiff::<B, C>(x, weight, tp)
+        gathered_linear::autodiff::<B, C>(x, weight, tp, kernels)
     }
 
     fn vocab_parallel_cross_entropy(
@@ -156,8 +174,16 @@ where
         head_loss::autodiff::<B, C>(hidden, weight, shard)
     }
 
-    fn grad_hook(x: FloatTensor<Self>, hook: GradHook) -> FloatTensor<Self> {
-        grad_hook::autodiff::<B, C>(x, hook)
+    fn grad_hook(
+        x: FloatTensor<Self>,
+        after: FloatTensor<Self>,
+        hook: GradHook,
+    ) -> FloatTensor<Self> {
+        grad_hook::autodiff::<B, C>(x, after, hook)
+    }
+
+    fn place(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        grad_hook::place::<B, C>(x)
     }
 
     fn recomputed(

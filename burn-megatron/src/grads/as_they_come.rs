@@ -81,3 +81,55 @@ pub(super) fn add(sums: &mut [f32], values: &[f32]) {
             .for_each(|(sum, value)| *sum += value);
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::autograd::{HooksFollow, reached, recompute};
+    use crate::launch::RankContext;
+    use crate::layers::{Activation, Mlp, MlpConfig};
+    use crate::shard::ParallelBuilder;
+    use burn::tensor::Device;
+
+    /// Layers that say when their backward runs: they are computed again then.
+    #[test]
+    fn a_layers_gradients_leave_before_the_backward_of_the_layer_below() {
+        const LAYERS: usize = 4;
+        let context = RankContext::single(Device::flex().autodiff());
+        let mlp = MlpConfig {
+            hidden_size: 8,
+            ffn_hidden_size: 32,
+            activation: Activation::SquaredRelu,
+            bias: false,
+            init_std: 0.3,
+            output_init_std: 0.3,
+        };
+        let layers = (0..LAYERS).map(|_| mlp.init(&ParallelBuilder::new(&context)));
+        let layers: Vec<Mlp> = layers.collect();
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let taken = events.clone();
+        let hooked = hooked(&layers, 0, move |param, _| {
+            taken
+                .lock()
+                .unwrap()
+                .push(format!("a weight of {}", param / 2));
+        });
+        let x = Tensor::<3>::ones([2, 1, 8], &context.device);
+        let follow = HooksFollow::the_forward();
+        let y = hooked.iter().enumerate().fold(x, |x, (layer, mlp)| {
+            let events = events.clone();
+            reached(&x);
+            recompute(mlp, x, move |mlp, x| {
+                events.lock().unwrap().push(format!("layer {layer}"));
+                mlp.forward(x)
+            })
+        });
+        drop(follow);
+        events.lock().unwrap().clear();
+        y.sum().backward();
+        let weight = |layer| format!("a weight of {layer}");
+        let want = (0..LAYERS).rev();
+        let want = want.flat_map(|layer| [format!("layer {layer}"), weight(layer), weight(layer)]);
+        assert_eq!(*events.lock().unwrap(), want.collect::<Vec<_>>());
+    }
+}

@@ -4,7 +4,7 @@ use super::{
     Activation, Mlp, MlpConfig, Norm, NormConfig, Normalization, Recompute, RotaryConfig,
     SelfAttention, SelfAttentionConfig,
 };
-use crate::autograd::recompute;
+use crate::autograd::{reached, recompute};
 use crate::dropout::{DropoutPlace, HiddenDropout, PassContext};
 use crate::shard::ParallelBuilder;
 use crate::topology::StageLayers;
@@ -82,6 +82,7 @@ impl Stream {
 
     /// All of it, and its norm.
     fn normalised<N: Sublayer>(self, norm: &N, context: &PassContext) -> (Tensor<3>, Tensor<3>) {
+        reached(self.more.as_ref().unwrap_or(&self.residual));
         match self.more {
             Some(more) => norm.forward_added(more, self.residual, context),
             None => (self.residual.clone(), norm.forward(self.residual, context)),
@@ -234,6 +235,7 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerBlock<N, A, M> {
         for group in groups {
             let layers: Vec<_> = here[group.clone()].iter().copied().cloned().collect();
             let (number, context) = (first + group.start, *context);
+            reached(&x);
             x = recompute(&layers, x, move |layers, x| {
                 in_turn(layers, number, Stream::of(x), &context).whole()
             });

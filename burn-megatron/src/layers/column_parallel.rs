@@ -100,7 +100,7 @@ impl ColumnParallelLinear {
         };
         let mut y = match (self.sequence_parallel, added) {
             (true, added) => {
-                let y = gathered_linear(x, weight, &self.tp);
+                let y = gathered_linear(x, weight, &self.tp, self.kernels);
                 match added {
                     Some(bias) => add_bias(y, bias),
                     None => y,

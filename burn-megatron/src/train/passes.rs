@@ -2,7 +2,7 @@
 
 use super::microbatch::{LossSum, MicroBatch, MicroBatchShape};
 use crate::Precision;
-use crate::autograd::BackwardSeed;
+use crate::autograd::{BackwardSeed, HooksFollow};
 use crate::dropout::PassContext;
 use crate::error::{ErrorKind, Result};
 use crate::grads::{HostSums, OverlappedReduce};
@@ -167,6 +167,7 @@ impl<M: Stage> Work for Passes<'_, M> {
             hidden.require_grad()
         });
         let hooked = self.hooked(stage, microbatch);
+        let _follow = hooked.is_some().then(HooksFollow::the_forward);
         let chunk = hooked.as_ref().unwrap_or(chunk);
         let output = step.forward(chunk, microbatch, input.clone());
         let (end, message) = if step.is_last(stage) {

@@ -1,5 +1,7 @@
 //! Matrix products on parts of buffers.
 
+use rayon::prelude::*;
+
 /// A matrix of given strides in a buffer.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
@@ -24,6 +26,19 @@ impl<'a> Matrix<'a> {
             columns,
             row_stride,
             column_stride: 1,
+        }
+    }
+
+    /// `count` of its rows.
+    ///
+    /// # Panics
+    /// If it has fewer.
+    fn rows(self, first: usize, count: usize) -> Self {
+        assert!(first + count <= self.rows, "a matrix has these rows");
+        Matrix {
+            data: &self.data[first * self.row_stride..],
+            rows: count,
+            ..self
         }
     }
 
@@ -88,6 +103,29 @@ pub unsafe fn multiply(
             threads,
         );
     }
+}
+
+/// `to = a b`, or with `add` `to += a b`, by so many rows at a time, of which each thread takes some. A product packs
+/// `a` where it is transposed: so for a tall one it packs less at once, and what it packed is still in its cache.
+///
+/// # Safety
+/// As for [`multiply`].
+pub unsafe fn multiply_by_rows(
+    to: Shared,
+    row_stride: usize,
+    (a, b): (Matrix<'_>, Matrix<'_>),
+    add: bool,
+    rows: usize,
+) {
+    (0..a.rows.div_ceil(rows)).into_par_iter().for_each(|part| {
+        let first = part * rows;
+        let a = a.rows(first, rows.min(a.rows - first));
+        // SAFETY: the caller answers for all of `to`, and each task has rows of its own.
+        unsafe {
+            let to = to.at(first * row_stride);
+            multiply(to, row_stride, (a, b), 1.0, add, Threads::One);
+        }
+    });
 }
 
 /// A buffer that several tasks write to, each at places of its own.

@@ -1,8 +1,8 @@
 //! The output layer with cross entropy: logits exist for a block of tokens at a time.
 
-use super::gemm::{Matrix, Shared, Threads, multiply};
+use super::gemm::{Matrix, Shared, Threads, multiply, multiply_by_rows};
 use super::simd::{exp, max, sum, vectors};
-use super::{Values, changed, shape_of, tensor, written};
+use super::{Unwritten, Values, changed, shape_of, tensor, written};
 use crate::head_loss::{HeadLoss, HeadShard, Reduce};
 use burn::tensor::Shape;
 use burn_flex::{Flex, FlexTensor};
@@ -44,39 +44,27 @@ pub fn head_loss(
     let (x, w) = (Values::of(hidden), Values::of(weight));
     let at_once = shard.tokens_at_once.clamp(1, n.max(1));
     let mut losses = vec![0f32; n];
-    let mut logits = vec![0f32; at_once * v];
-    let mut block = |mut to: Option<(Shared, Shared)>| {
+    let mut logits = Box::new_uninit_slice(at_once * v);
+    let mut block = |to: Option<(Shared, Shared)>| {
         for from in (0..n).step_by(at_once) {
             let to_row = n.min(from + at_once);
             let tokens = to_row - from;
-            let logits = &mut logits[..tokens * v];
+            let logits: &mut [Unwritten] = &mut logits[..tokens * v];
             let x = Matrix::new(&x[from * h..to_row * h], [tokens, h], h);
             let w = Matrix::new(&w, [v, h], h);
-            // SAFETY: the logits are this function's own.
-            unsafe {
-                multiply(
-                    logits.as_mut_ptr(),
-                    v,
-                    (x, w.transposed()),
-                    1.0,
-                    false,
-                    Threads::All,
-                );
-            }
+            // SAFETY: the logits are this function's own, and the product writes them all.
+            let logits = unsafe {
+                let to = Shared::new(logits).at(0);
+                multiply(to, v, (x, w.transposed()), 1.0, false, Threads::All);
+                logits.assume_init_mut()
+            };
             losses_of(logits, &mut losses[from..to_row], from, shard, to.is_some());
-            let Some((dx, dw)) = &mut to else { continue };
+            let Some((dx, dw)) = &to else { continue };
             let d = Matrix::new(logits, [tokens, v], v);
             // SAFETY: this loop alone writes; the first block gives the weight's gradient its values.
             unsafe {
                 multiply(dx.at(from * h), h, (d, w), 1.0, false, Threads::All);
-                multiply(
-                    dw.at(0),
-                    h,
-                    (d.transposed(), x),
-                    1.0,
-                    from > 0,
-                    Threads::All,
-                );
+                multiply_by_rows(*dw, h, (d.transposed(), x), from > 0, 512);
             }
         }
     };

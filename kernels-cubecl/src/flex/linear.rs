@@ -8,29 +8,43 @@ use burn::tensor::Shape;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-/// `x [.., in] · weightᵀ + bias` for a weight `[out, in]`: the product is added to rows of the bias.
-pub fn linear(x: &FlexTensor, weight: &FlexTensor, bias: &FlexTensor) -> FlexTensor {
+/// `x [.., in] · weightᵀ + bias`, if there is one, for a weight `[out, in]`.
+pub fn linear(x: &FlexTensor, weight: &FlexTensor, bias: Option<&FlexTensor>) -> FlexTensor {
+    let [out, inner] = [shape_of(weight)[0], shape_of(weight)[1]];
+    let (weight, bias) = (Values::of(weight), bias.map(Values::of));
+    let weight = Matrix::new(&weight, [out, inner], inner).transposed();
+    product(x, weight, bias.as_deref())
+}
+
+/// `dy [.., out] · weight -> [.., in]`, for a weight `[out, in]`.
+pub fn input_gradient(dy: &FlexTensor, weight: &FlexTensor) -> FlexTensor {
+    let [out, inner] = [shape_of(weight)[0], shape_of(weight)[1]];
+    let weight = Values::of(weight);
+    product(dy, Matrix::new(&weight, [out, inner], inner), None)
+}
+
+/// `x · matrix`, added to rows of the bias if there is one.
+fn product(x: &FlexTensor, matrix: Matrix<'_>, bias: Option<&[f32]>) -> FlexTensor {
     let ((rows, inner), mut shape) = (rows_of(x), shape_of(x));
-    let (x, bias) = (Values::of(x), Values::of(bias));
-    let (weight, out) = (Values::of(weight), bias.len());
-    // SAFETY: every row is written by the task that has it, and the product is added to what has values.
+    let (x, width) = (Values::of(x), matrix.columns);
+    // SAFETY: every row of a bias is written by the task that has it, and the product is added to what has values;
+    // without one it writes everything.
     let y = unsafe {
-        written(rows * out, |y| {
-            y.par_chunks_mut(rows_at_once(out) * out).for_each(|y| {
-                for y in y.chunks_exact_mut(out) {
-                    y.iter_mut().zip(bias.iter()).for_each(|(y, bias)| {
-                        y.write(*bias);
+        written(rows * width, |y| {
+            if let Some(bias) = bias {
+                y.par_chunks_mut(rows_at_once(width) * width)
+                    .flat_map_iter(|rows| rows.chunks_exact_mut(width))
+                    .for_each(|row| {
+                        row.write_copy_of_slice(bias);
                     });
-                }
-            });
+            }
             let x = Matrix::new(&x, [rows, inner], inner);
-            let weight = Matrix::new(&weight, [out, inner], inner).transposed();
             let y = Shared::new(y).at(0);
-            multiply(y, out, (x, weight), 1.0, true, Threads::All);
+            multiply(y, width, (x, matrix), 1.0, bias.is_some(), Threads::All);
         })
     };
     let last = shape.num_dims() - 1;
-    shape[last] = out;
+    shape[last] = width;
     tensor(y, shape)
 }
 

@@ -123,8 +123,12 @@ impl Fused for Flex {
         attention::backward(&qkv, &out, &lse, options, &d_out)
     }
 
-    fn fused_linear(x: FlexTensor, weight: FlexTensor, bias: FlexTensor) -> FlexTensor {
-        linear::linear(&x, &weight, &bias)
+    fn fused_linear(x: FlexTensor, weight: FlexTensor, bias: Option<FlexTensor>) -> FlexTensor {
+        linear::linear(&x, &weight, bias.as_ref())
+    }
+
+    fn fused_input_gradient(dy: FlexTensor, weight: FlexTensor) -> FlexTensor {
+        linear::input_gradient(&dy, &weight)
     }
 
     fn fused_weight_gradient(dy: FlexTensor, x: FlexTensor) -> FlexTensor {
