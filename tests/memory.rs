@@ -212,6 +212,41 @@ fn a_step_leaves_a_copy_of_the_model_as_it_was() {
     assert_ne!(table(&trainer.model().chunks()[0]), now);
 }
 
+/// A backward holds the gradients of the layer that it is in, not of all that it has passed.
+#[test]
+fn gradients_do_not_wait_for_one_another() {
+    for run in [Run::at(1, 1), local(Run::at(1, 1))] {
+        let mut config = run.config().config().clone();
+        config.batch = BatchConfig {
+            seq_length: 4,
+            micro_batch_size: 1,
+            global_batch_size: 1,
+        };
+        // Weights outweigh what a backward works with.
+        config.model.hidden_size = 256;
+        config.model.num_layers = 8;
+        let config = config.resolve().expect("a legal configuration");
+        let rank = RankContext::single(Device::flex().autodiff());
+        let mut trainer = Trainer::new(&config, &rank, None).expect("a trainer");
+        let microbatch = MicroBatch {
+            tokens: (0..5).collect(),
+            loss_mask: None,
+        };
+        for _ in 0..2 {
+            trainer
+                .train_step(std::slice::from_ref(&microbatch))
+                .expect("a step");
+        }
+        let MeasuredMemory { parts, peak } = *trainer.memory().expect("the tests count");
+        let beside = peak - parts.weights - parts.gradients - parts.optimizer - parts.activations;
+        let of_layer = parts.gradients / 8;
+        assert!(
+            beside < 2 * of_layer,
+            "{beside} bytes, a layer has {of_layer}"
+        );
+    }
+}
+
 #[test]
 fn a_step_that_failed_takes_nothing_from_the_next() {
     let (mut trainer, share) = alone();
