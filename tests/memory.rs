@@ -1,12 +1,15 @@
 //! What a rank's memory goes to, against what the configuration predicts.
 
-use burn::tensor::Device;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Device, Int, Tensor};
 use burn_megatron::Kernels;
+use burn_megatron::autograd::take_gradient;
 use burn_megatron::memory::CountingAllocator;
 use burn_megatron::models::gpt::GptModel;
 use burn_megatron::prelude::*;
 use burn_megatron::train::{MeasuredMemory, RankMemory};
 use megatron_tests::Run;
+use std::sync::Arc;
 
 #[global_allocator]
 static HEAP: CountingAllocator = CountingAllocator;
@@ -244,6 +247,41 @@ fn gradients_do_not_wait_for_one_another() {
             beside < 2 * of_layer,
             "{beside} bytes, a layer has {of_layer}"
         );
+    }
+}
+
+/// A forward whose backward never comes: its graph goes with the next backward, and its leaves' hooks with the one after.
+#[test]
+fn a_graph_that_is_given_up_is_freed() {
+    struct Hooks(Arc<()>);
+
+    impl ModuleMapper for Hooks {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let (id, device, shape) = (param.id, param.lazy_device(), param.lazy_shape());
+            let token = self.0.clone();
+            let hooked = move |_: &_, _: bool| {
+                let token = token.clone();
+                take_gradient(param.val(), move |_| _ = &token)
+            };
+            Param::uninitialized(id, hooked, device, true, shape)
+        }
+    }
+
+    let (mut trainer, share) = alone();
+    let in_graphs = Arc::new(());
+    for _ in 0..2 {
+        let model = trainer.model().chunks()[0].clone();
+        let model = model.map(&mut Hooks(in_graphs.clone()));
+        let tokens = Tensor::<1, Int>::arange(0..32, &Device::flex().autodiff());
+        let tokens = tokens.reshape([2, 16]);
+        let input = StageInput::Tokens(tokens.clone());
+        let hidden = model.forward(input, &PassContext::evaluation());
+        let loss = model.loss(hidden, tokens);
+        drop((model, loss));
+        assert!(Arc::strong_count(&in_graphs) > 50);
+        trainer.train_step(&share).expect("a step");
+        trainer.train_step(&share).expect("a step");
+        assert_eq!(Arc::strong_count(&in_graphs), 1);
     }
 }
 

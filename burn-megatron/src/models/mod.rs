@@ -29,7 +29,9 @@ pub trait Stage: Module {
     /// - input: the first stage gets tokens, every other the output of the stage before it
     /// - output: `[s, b, h]`
     ///
-    /// `context` says which pass of the run it is: hand it to layers with dropout.
+    /// `context` says which pass of the run it is: hand it to layers with dropout. Where a layer begins,
+    /// [`reached`](crate::autograd::reached) lets its gradients leave as soon as the backward has passed it; without,
+    /// they wait for the backward's end.
     fn forward(&self, input: StageInput, context: &PassContext) -> Tensor<3>;
 
     /// The loss of every token, before any mask. Called on the last stage alone.

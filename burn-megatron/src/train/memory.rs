@@ -27,8 +27,8 @@ pub struct RankMemory {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MeasuredMemory {
     pub parts: RankMemory,
-    /// The most that was in use at once during the last step: beside the parts, one microbatch's
-    /// gradients, what a backward works with, and whatever else the rank holds.
+    /// The most that was in use at once during the last step: beside the parts, what a backward works with, one layer's
+    /// gradients among it (on a card one microbatch's), and whatever else the rank holds.
     pub peak: u64,
 }
 
