@@ -2,7 +2,7 @@
 
 pub use crate::autograd::{
     GeluApproximation, VocabShard, copy_to_tensor_parallel_region,
-    gather_from_tensor_parallel_region, gelu, linear, recompute,
+    gather_from_tensor_parallel_region, gelu, linear, reached, recompute,
     reduce_from_tensor_parallel_region, scatter_to_tensor_parallel_region,
     vocab_parallel_cross_entropy,
 };

@@ -264,19 +264,24 @@ impl ModuleMapper for Arrivals<'_> {
 mod tests {
     use super::*;
     use crate::comm::threads::ThreadWorld;
-    use crate::grads::DataParallelConfig;
+    use crate::grads::{DataParallelConfig, HostSums};
     use crate::launch::RankContext;
     use crate::layers::{Mlp, MlpConfig};
     use crate::shard::{FlatBuffer, ParallelBuilder, ShardedModel};
     use burn::tensor::Device;
     use std::time::Duration;
 
-    /// A stack of MLPs on each of two ranks, in buckets of half a layer.
-    #[test]
-    fn buckets_leave_in_the_backward_the_last_layers_first() {
-        let ends = ThreadWorld::new(Duration::from_secs(30)).group("dp", &[0, 1]);
-        let run = |rank: usize| {
-            let dp: CommRef = Arc::new(ends[rank].clone());
+    /// A rank of a data-parallel group with a stack of MLPs, in buckets of half a layer.
+    struct Rank {
+        dp: CommRef,
+        context: RankContext,
+        model: ShardedModel<Vec<Mlp>>,
+        data_parallel: Arc<DataParallel>,
+        background: Arc<Background>,
+    }
+
+    impl Rank {
+        fn new(dp: CommRef, use_distributed_optimizer: bool) -> Self {
             let mut context = RankContext::single(Device::flex());
             context.groups.dp.comm = dp.clone();
             let builder = ParallelBuilder::new(&context);
@@ -291,13 +296,33 @@ mod tests {
             let layers: Vec<Mlp> = (0..3).map(|_| mlp.init(&builder)).collect();
             let mut model = ShardedModel::new(layers, &builder);
             model.init(1).unwrap();
-            let (params, elements) = (model.params(), model.num_elements());
             let config = DataParallelConfig {
+                use_distributed_optimizer,
                 ddp_bucket_size: 8 * 32,
                 ..DataParallelConfig::default()
             };
-            let data_parallel = Arc::new(DataParallel::new(config, &model, &*dp));
-            let background = Arc::new(Background::start(rank).unwrap());
+            Rank {
+                data_parallel: Arc::new(DataParallel::new(config, &model, &*dp)),
+                background: Arc::new(Background::start(dp.rank()).unwrap()),
+                dp,
+                context,
+                model,
+            }
+        }
+    }
+
+    #[test]
+    fn buckets_leave_in_the_backward_the_last_layers_first() {
+        let ends = ThreadWorld::new(Duration::from_secs(30)).group("dp", &[0, 1]);
+        let run = |rank: usize| {
+            let Rank {
+                dp,
+                context,
+                model,
+                data_parallel,
+                background,
+            } = Rank::new(Arc::new(ends[rank].clone()), false);
+            let (params, elements) = (model.params(), model.num_elements());
             let sums = vec![0.0; elements];
             let reduce = OverlappedReduce::new(&data_parallel, params, sums, &background, &dp);
             let hooked = reduce.hooked(&model.chunks()[0], 0, true);
@@ -318,6 +343,54 @@ mod tests {
             for (sum, (mine, other)) in sums.iter().zip(mine.iter().zip(&others)) {
                 assert_eq!(*sum, mine + other);
             }
+        });
+    }
+
+    /// The other rank sends a layer's parameters when this one has passed the layer before, and not earlier.
+    #[test]
+    fn a_forward_starts_before_all_parameters_are_back() {
+        let ends = ThreadWorld::new(Duration::from_secs(30)).group("dp", &[0, 1]);
+        let (passed, go_on) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let end = Arc::new(ends[1].clone());
+            scope.spawn(move || {
+                let rank = Rank::new(end, true);
+                let packed = rank.data_parallel.owned().pack(&rank.model.values());
+                let owned = rank.data_parallel.owned_by_bucket(&packed, 2);
+                for (bucket, (_, own)) in owned.enumerate() {
+                    if bucket > 0 && bucket % 2 == 0 {
+                        go_on.recv().unwrap();
+                    }
+                    let own = Precision::Fp32.encode(own);
+                    let mut all = vec![0; 2 * own.len()];
+                    rank.dp.all_gather(&own, &mut all).unwrap();
+                }
+            });
+            let Rank {
+                dp,
+                context,
+                mut model,
+                data_parallel,
+                background,
+            } = Rank::new(Arc::new(ends[0].clone()), true);
+            let packed = data_parallel.owned().pack(&model.values());
+            let forward = |x, layers: &[Mlp]| {
+                layers.iter().fold(x, |x, mlp| {
+                    let y = mlp.forward(x);
+                    // The other rank has gone after the last.
+                    let _ = passed.send(());
+                    y
+                })
+            };
+            let x = Tensor::<3>::ones([2, 1, 8], &context.device);
+            let want = (model.chunks()[0].iter()).fold(x.clone(), |x, mlp| mlp.forward(x));
+            let arriving = OverlappedGather::start(&data_parallel, &packed, &background, &dp);
+            model.map_chunks(|chunk, params| arriving.give(chunk, params));
+            let sums = HostSums::new(model.params(), vec![0.0; model.num_elements()]);
+            let hooked = sums.hooked(&model.chunks()[0], 0);
+            let y = forward(x, &hooked);
+            y.into_data().assert_eq(&want.into_data(), true);
+            arriving.finish().unwrap();
         });
     }
 }
