@@ -39,7 +39,7 @@ pub struct StepOutput {
 impl<M: Stage> Trainer<M> {
     /// One optimizer step over this data-parallel rank's share of the global batch. Every rank calls
     /// it; the microbatches are those of the ranks that
-    /// [read the data](RankContext::reads_data), which share them with their tensor-parallel group:
+    /// [read the data](crate::launch::RankContext::reads_data), which share them with their tensor-parallel group:
     /// what other ranks pass is not looked at.
     ///
     /// # Errors
