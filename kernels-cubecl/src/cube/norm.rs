@@ -3,7 +3,8 @@
 
 use super::sum::{cube_sum, finished};
 use super::{
-    Units, addresses, contiguous, cubes, elem, empty, empty_like, reshaped, rows_of, vector_size,
+    Units, addresses, contiguous, cubes, elem, empty, empty_like, owned, reshaped, rows_of,
+    vector_size,
 };
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
@@ -166,14 +167,14 @@ fn added_norm_forward<F: Float, N: Size>(
     }
 }
 
-/// With `add` the input's gradient is added to what it is `so_far`. A cube takes every so many rows; `partials [1 or 2, cubes, width]` gets its sums of `dy ∘ x̂`, and of `dy`.
+/// With `add` the input's gradient is added to what is in `dx`. A cube takes every so many rows; `partials
+/// [1 or 2, cubes, width]` gets its sums of `dy ∘ x̂`, and of `dy`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn norm_backward<F: Float, N: Size>(
     x: &[Vector<F, N>],
     stats: &[f32],
     weight: &[Vector<F, N>],
     dy: &[Vector<F, N>],
-    so_far: &[Vector<F, N>],
     dx: &mut [Vector<F, N>],
     partials: &mut [Vector<f32, N>],
     rows: usize,
@@ -230,7 +231,7 @@ fn norm_backward<F: Float, N: Size>(
                 let rest = g[i] - Vector::new(g_mean) - normal[i] * Vector::new(along);
                 let mut own = rest * Vector::new(scale);
                 if comptime!(add) {
-                    own += Vector::cast_from(so_far[base + at]);
+                    own += Vector::cast_from(dx[base + at]);
                 }
                 dx[base + at] = Vector::cast_from(own);
             }
@@ -345,12 +346,10 @@ fn backward(
 ) -> (CubeTensor, CubeTensor) {
     let (x, stats) = (contiguous(x), contiguous(stats));
     let (weight, dy) = (contiguous(weight), contiguous(dy));
-    let add = so_far.is_some();
-    // Of a kernel that does not add, nothing reads it.
-    let so_far = so_far.map_or_else(|| dy.clone(), contiguous);
     let (rows, n) = rows_of(&x);
     let parts = rows.clamp(1, PARTS);
-    let dx = empty_like(&x);
+    let add = so_far.is_some();
+    let dx = so_far.map_or_else(|| empty_like(&x), owned);
     let partials = empty(&x, [1 + usize::from(centred), parts, n], DType::F32);
     let client = x.client.clone();
     // Partial sums are in f32, whose vectors have four values at most.
@@ -368,7 +367,6 @@ fn backward(
             stats.into_buffer_arg(),
             weight.clone().into_buffer_arg(),
             dy.into_buffer_arg(),
-            so_far.into_buffer_arg(),
             dx.clone().into_buffer_arg(),
             partials.clone().into_buffer_arg(),
             rows,
@@ -486,7 +484,6 @@ pub fn catalog(all: &mut Vec<super::catalog::Entry>) {
                             dim,
                             device,
                             properties,
-                            b(),
                             b(),
                             b(),
                             b(),
