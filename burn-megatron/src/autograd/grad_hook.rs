@@ -45,7 +45,8 @@ impl Drop for HooksFollow {
 }
 
 /// Says that the forward has come to `x`: parameters that are used first from here on have their gradients as soon as the
-/// backward has come back to it. For the beginning of a layer.
+/// backward has come back to it. The parallel layers and [`recompute`](super::recompute()) say it where they begin; so
+/// does a layer with parameters of its own.
 pub fn reached<const D: usize>(x: &Tensor<D>) {
     let followed = PLACE.with_borrow(Option::is_some);
     if followed && x.device().is_autodiff() {

@@ -2,7 +2,7 @@
 //! Megatron's `tensor_parallel/random.py`, `checkpoint`).
 
 use super::seed::{BackwardSeed, GradientSlot, seed};
-use super::{ParallelOps, from_dispatch, into_dispatch};
+use super::{ParallelOps, from_dispatch, into_dispatch, reached};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients as NodeGradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -35,6 +35,7 @@ where
     if !device.is_autodiff() {
         return forward(module, x);
     }
+    reached(&x);
     let mut parameters = Parameters {
         seeds: vec![Tensor::zeros([1], (&device, DType::F32))],
         slots: Vec::new(),

@@ -235,7 +235,6 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> TransformerBlock<N, A, M> {
         for group in groups {
             let layers: Vec<_> = here[group.clone()].iter().copied().cloned().collect();
             let (number, context) = (first + group.start, *context);
-            reached(&x);
             x = recompute(&layers, x, move |layers, x| {
                 in_turn(layers, number, Stream::of(x), &context).whole()
             });

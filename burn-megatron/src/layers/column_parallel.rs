@@ -4,7 +4,7 @@ use super::{DEFAULT_INIT_STD, add_bias};
 use crate::Kernels;
 use crate::autograd::{
     copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, gathered_linear, linear,
-    linear_bias,
+    linear_bias, reached,
 };
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder};
@@ -92,6 +92,7 @@ impl ColumnParallelLinear {
     /// - output: `[.., output/t]`, or `[.., output]` with `gather_output`
     /// - bias: `[output/t]`, or `[output]` with `gather_output`
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> (Tensor<D>, Option<Tensor<1>>) {
+        reached(&x);
         let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let (added, mut bias) = match self.skip_bias_add {

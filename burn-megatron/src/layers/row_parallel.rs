@@ -3,7 +3,7 @@
 use super::{Activation, DEFAULT_INIT_STD, add_bias};
 use crate::Kernels;
 use crate::autograd::{
-    activated_linear, linear, linear_bias, reduce_from_tensor_parallel_region,
+    activated_linear, linear, linear_bias, reached, reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region, scatter_to_tensor_parallel_region,
 };
 use crate::comm::CommRef;
@@ -80,6 +80,7 @@ impl RowParallelLinear {
     /// - input: `[.., input/t]`, or `[.., input]` without `input_is_parallel`
     /// - output: `[.., output]`, the same on every rank; `[s/t, .., output]` under sequence parallelism
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> (Tensor<D>, Option<Tensor<1>>) {
+        reached(&x);
         let x = match self.input_is_parallel {
             true => x,
             false => scatter_to_tensor_parallel_region(x, &self.tp),
@@ -101,6 +102,7 @@ impl RowParallelLinear {
         activation: Activation,
     ) -> (Tensor<D>, Option<Tensor<1>>) {
         assert!(self.input_is_parallel, "the activation's input is split");
+        reached(&x);
         self.output(|weight, out_bias| {
             activated_linear(x, bias, weight, out_bias, activation, self.kernels)
         })

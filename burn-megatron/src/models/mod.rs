@@ -29,9 +29,9 @@ pub trait Stage: Module {
     /// - input: the first stage gets tokens, every other the output of the stage before it
     /// - output: `[s, b, h]`
     ///
-    /// `context` says which pass of the run it is: hand it to layers with dropout. Where a layer begins,
-    /// [`reached`](crate::autograd::reached) lets its gradients leave as soon as the backward has passed it; without,
-    /// they wait for the backward's end.
+    /// `context` says which pass of the run it is: hand it to layers with dropout. A layer whose
+    /// parameters are its own says with [`reached`](crate::autograd::reached) where it begins, as this crate's do: then
+    /// their gradients leave as soon as the backward has passed it, and do not wait for its end.
     fn forward(&self, input: StageInput, context: &PassContext) -> Tensor<3>;
 
     /// The loss of every token, before any mask. Called on the last stage alone.
