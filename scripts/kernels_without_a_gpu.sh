@@ -2,7 +2,7 @@
 # Proves the CubeCL kernels where there is no GPU, and installs what that takes:
 #   1. on Mesa's software Vulkan every kernel runs, forward and backward, against the reference in f64, with plane
 #      operations off and on, in f32 and f16; the ones for NVIDIA's tensor cores run on the CPU in emulation;
-#      and training runs there as Megatron-LM itself did;
+#      training runs there as Megatron-LM itself did, and so does what scripts/gpu_check.sh runs on a card, in small;
 #   2. every kernel is compiled for NVIDIA cards (sm_80, sm_90a): a table of registers and spills.
 # Test results go to the file that $1 names, if it does.
 set -euo pipefail
@@ -25,7 +25,7 @@ export VK_ICD_FILENAMES VK_DRIVER_FILES=$VK_ICD_FILENAMES XDG_RUNTIME_DIR=${XDG_
 cargo=(--profile proof --features burn-megatron-kernels/wgpu,burn-megatron-kernels/ptx,megatron-tests/wgpu
     -p burn-megatron-kernels -p megatron-tests)
 say "build"
-cargo build --quiet "${cargo[@]}" --lib --tests --example ptx
+cargo build --quiet "${cargo[@]}" --lib --tests --example ptx --example gpu_check
 
 say "kernels, plane operations off"
 BURN_MEGATRON_PLANES=off cargo test --quiet "${cargo[@]}" --lib 2>&1 | tee -a "$results"
@@ -58,5 +58,7 @@ say "kernels, plane operations on"
 BURN_MEGATRON_PLANES=on cargo test --quiet "${cargo[@]}" --lib -- --skip emulated 2>&1 | tee -a "$results"
 say "training"
 cargo test --quiet "${cargo[@]}" --test layouts a_card 2>&1 | tee -a "$results"
+say "the check of a card, in small"
+"$target/proof/examples/gpu_check" wgpu small
 
 say "done"
