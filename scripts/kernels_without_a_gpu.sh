@@ -49,11 +49,11 @@ LD_LIBRARY_PATH=$cuda/cuda_nvrtc/lib "$target/proof/examples/ptx" \
     "$cuda/cuda_nvcc/bin/ptxas" \
     "$cuda/cuda_runtime/include:$cuda/cuda_nvcc/include:$cuda/cuda_cccl/include" "$target/ptx"
 
-say "types and lints of everything with CUDA"
+say "types and lints of everything with CUDA, and of the kernels on CubeCL's runtime for the CPU"
 command -v cargo-clippy >/dev/null || rustup component add clippy
-# Without CUDA, and without LLVM, which only a build needs (scripts/build_cuda.sh).
+# Without CUDA, and without LLVM, which only a build needs (scripts/build_cuda.sh, scripts/kernels_in_bf16.sh).
 DOCS_RS=1 CUDARC_CUDA_VERSION=12090 cargo clippy --quiet --workspace --all-targets \
-    --features cuda,burn-megatron-kernels/ptx -- -D warnings
+    --features cuda,burn-megatron-kernels/ptx,burn-megatron-kernels/cpu -- -D warnings
 say "kernels, plane operations on"
 BURN_MEGATRON_PLANES=on cargo test --quiet "${cargo[@]}" --lib -- --skip emulated 2>&1 | tee -a "$results"
 say "training"

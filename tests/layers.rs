@@ -368,7 +368,7 @@ fn gelu_follows_its_own_derivative() {
         let x = Tensor::<1>::from_data(points.as_slice(), &flex)
             .autodiff()
             .require_grad();
-        let gradients = gelu(x.clone(), how, kernels).sum().backward();
+        let gradients = gelu(x.clone(), None, how, kernels).sum().backward();
         let got = host(x.grad(&gradients).expect("a gradient"));
         // Central differences of the formula in f64.
         let f = |x: f64| match how {

@@ -17,7 +17,7 @@ use burn_megatron_kernels::dropout::{HiddenKeep, Keep};
 use burn_megatron_kernels::dropout_add::dropout_add;
 use burn_megatron_kernels::embedding::embedding_rows;
 use burn_megatron_kernels::flat::{self, Part, Ranges};
-use burn_megatron_kernels::gelu::{GeluApproximation, bias_gelu};
+use burn_megatron_kernels::gelu::{GeluApproximation, gelu};
 use burn_megatron_kernels::head_loss::HeadShard;
 use burn_megatron_kernels::layer_norm::layer_norm;
 use burn_megatron_kernels::rms_norm::rms_norm;
@@ -272,7 +272,7 @@ fn check(card: &mut Card) {
         card.compare(
             &format!("bias_gelu {how:?}"),
             &[shape, of_row],
-            |x, kernels| bias_gelu(x[0].clone(), vector(&x[1]), how, kernels),
+            |x, kernels| gelu(x[0].clone(), Some(vector(&x[1])), how, kernels),
         );
     }
     let keep = HiddenKeep {

@@ -3,29 +3,14 @@
 //! 2022 do the same for attention's.)
 
 use crate::activation::Activation;
+use crate::bias::Bias;
 use crate::{Fused, KernelOps, Kernels, linear};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, ExtensionType, TensorMetadata};
-use burn::tensor::{Shape, Tensor};
-
-/// A bias `[n]`, or none.
-#[derive(ExtensionType)]
-pub enum Bias<B: Backend> {
-    None,
-    Some(FloatTensor<B>),
-}
-
-impl<B: Backend> Bias<B> {
-    pub(crate) fn tensor(self) -> Option<FloatTensor<B>> {
-        match self {
-            Bias::None => None,
-            Bias::Some(bias) => Some(bias),
-        }
-    }
-}
+use burn::backend::{Autodiff, Dispatch};
+use burn::tensor::Tensor;
 
 /// `activation(x + bias) · weightᵀ + out_bias`, as the activation and [`linear`](mod@crate::linear) one after the other.
 ///
@@ -50,13 +35,9 @@ pub fn activated_linear<const D: usize>(
         bias.is_none() || matches!(activation, Activation::Gelu(_)),
         "{activation:?} adds no bias"
     );
-    let dispatch = |bias: Option<Tensor<1>>| match bias {
-        Some(bias) => Bias::Some(bias.into_dispatch()),
-        None => Bias::None,
-    };
-    let (bias, out_bias) = (dispatch(bias), dispatch(out_bias));
     let (x, weight) = (x.into_dispatch(), weight.into_dispatch());
-    let y = Dispatch::activated_linear(x, bias, weight, out_bias, activation, kernels);
+    let y =
+        Dispatch::activated_linear(x, bias.into(), weight, out_bias.into(), activation, kernels);
     Tensor::from_dispatch(y)
 }
 
@@ -97,19 +78,24 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
             let (x, bias, weight, activation, kernels) = ops.state;
             let dy = grads.consume::<B>(&ops.node);
             let [to_x, to_bias, to_weight, to_out_bias] = ops.parents;
-            if let Some(node) = to_out_bias {
-                let d_bias = linear::bias_gradient::<B>(dy.clone(), weight.dtype(), kernels);
-                grads.register::<B>(node.id, d_bias);
-            }
             let inner = activation.forward::<B>(x.clone(), bias.clone(), kernels);
-            let wanted = [to_x.is_some() || to_bias.is_some(), to_weight.is_some()];
-            let [d_inner, d_weight] = linear::backward::<B>(inner, weight, dy, wanted, kernels);
-            if let (Some(node), Some(d_weight)) = (to_weight, d_weight) {
-                grads.register::<B>(node.id, d_weight);
-            }
-            let Some(d_inner) = d_inner else { return };
-            let (dx, d_bias) = activation.backward::<B>(x, bias, kernels, d_inner);
-            for (parent, gradient) in [(to_x, Some(dx)), (to_bias, d_bias)] {
+            let wanted = [
+                to_x.is_some() || to_bias.is_some(),
+                to_weight.is_some(),
+                to_out_bias.is_some(),
+            ];
+            let [d_inner, d_weight, d_out_bias] =
+                linear::backward::<B>(inner, weight, dy, wanted, kernels);
+            let (dx, d_bias) = d_inner.map_or((None, None), |d_inner| {
+                let (dx, d_bias) = activation.backward::<B>(x, bias, kernels, d_inner);
+                (Some(dx), d_bias)
+            });
+            for (parent, gradient) in [
+                (to_x, dx),
+                (to_bias, d_bias),
+                (to_weight, d_weight),
+                (to_out_bias, d_out_bias),
+            ] {
                 if let (Some(node), Some(gradient)) = (parent, gradient) {
                     grads.register::<B>(node.id, gradient);
                 }
@@ -117,21 +103,9 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         }
     }
 
-    // What is not there is a constant of the graph.
-    let device = x.device();
-    let part = |bias: Bias<Autodiff<B, C>>| match bias {
-        Bias::Some(bias) => {
-            let (bias, node) = bias.into_parts();
-            (Some(bias), node)
-        }
-        Bias::None => {
-            let none = B::float_empty(Shape::new([0]), &device, weight.dtype().into());
-            let none = <Autodiff<B, C> as AutodiffBackend>::from_inner(none);
-            (None, none.into_parts().1)
-        }
-    };
-    let ((bias, bias_node), (out_bias, out_bias_node)) = (part(bias), part(out_bias));
     let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
+    let ((bias, bias_node), (out_bias, out_bias_node)) =
+        (bias.into_parts(&x), out_bias.into_parts(&x));
     let y = forward::<B>(
         x.clone(),
         bias.clone(),

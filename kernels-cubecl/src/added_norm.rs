@@ -1,5 +1,6 @@
 //! A residual added, and the sum normalised, in one pass: what lies between two sublayers of a transformer.
 
+use crate::bias::Bias;
 use crate::{Fused, KernelOps, Kernels, layer_norm, rms_norm};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -23,10 +24,7 @@ pub fn added_layer_norm<const D: usize>(
     epsilon: f64,
     kernels: Kernels,
 ) -> (Tensor<D>, Tensor<D>) {
-    let (x, residual) = (x.into_dispatch(), residual.into_dispatch());
-    let (weight, bias) = (weight.into_dispatch(), bias.into_dispatch());
-    let (sum, y) = Dispatch::added_layer_norm_op(x, residual, weight, bias, epsilon, kernels);
-    (Tensor::from_dispatch(sum), Tensor::from_dispatch(y))
+    added_norm(x, residual, weight, Some(bias), epsilon, kernels)
 }
 
 /// `residual + x`, and its [`rms_norm`](rms_norm::rms_norm()); shapes as for [`added_layer_norm`].
@@ -37,9 +35,21 @@ pub fn added_rms_norm<const D: usize>(
     epsilon: f64,
     kernels: Kernels,
 ) -> (Tensor<D>, Tensor<D>) {
+    added_norm(x, residual, weight, None, epsilon, kernels)
+}
+
+/// Of RMSNorm without a bias.
+fn added_norm<const D: usize>(
+    x: Tensor<D>,
+    residual: Tensor<D>,
+    weight: Tensor<1>,
+    bias: Option<Tensor<1>>,
+    epsilon: f64,
+    kernels: Kernels,
+) -> (Tensor<D>, Tensor<D>) {
     let (x, residual) = (x.into_dispatch(), residual.into_dispatch());
-    let weight = weight.into_dispatch();
-    let (sum, y) = Dispatch::added_rms_norm_op(x, residual, weight, epsilon, kernels);
+    let (weight, bias) = (weight.into_dispatch(), bias.into());
+    let (sum, y) = Dispatch::added_norm_op(x, residual, weight, bias, epsilon, kernels);
     (Tensor::from_dispatch(sum), Tensor::from_dispatch(y))
 }
 
@@ -76,29 +86,67 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     residual: FloatTensor<Autodiff<B, C>>,
     weight: FloatTensor<Autodiff<B, C>>,
-    bias: Option<FloatTensor<Autodiff<B, C>>>,
+    bias: Bias<Autodiff<B, C>>,
     epsilon: f64,
     kernels: Kernels,
 ) -> [FloatTensor<Autodiff<B, C>>; 2] {
+    #[derive(Debug)]
+    struct AddedNormBackward;
+
+    impl<B: KernelOps + Fused> Backward<B, 4> for AddedNormBackward {
+        type State = State<B>;
+
+        fn backward(self, ops: Ops<State<B>, 4>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let State {
+                kept: [sum, stats, weight],
+                biased,
+                d_sum,
+                dy,
+                kernels,
+            } = ops.state;
+            let (d_sum, dy) = (locked::<B>(&d_sum).take(), locked::<B>(&dy).take());
+            let [dx, d_weight, d_bias] = match (dy, biased) {
+                (Some(dy), true) => {
+                    layer_norm::backward::<B>(sum, stats, weight, dy, d_sum, kernels).map(Some)
+                }
+                (Some(dy), false) => {
+                    let [dx, d_weight] =
+                        rms_norm::backward::<B>(sum, stats, weight, dy, d_sum, kernels);
+                    [Some(dx), Some(d_weight), None]
+                }
+                // Nobody took the norm.
+                (None, _) => {
+                    let (shape, device) = (weight.shape(), weight.device());
+                    let zeros = B::float_zeros(shape, &device, weight.dtype().into());
+                    [d_sum, Some(zeros.clone()), Some(zeros)]
+                }
+            };
+            let all = [dx.clone(), dx, d_weight, d_bias];
+            for (parent, gradient) in ops.parents.into_iter().zip(all) {
+                if let (Some(node), Some(gradient)) = (parent, gradient) {
+                    grads.register::<B>(node.id, gradient);
+                }
+            }
+        }
+    }
+
     let ((x, x_node), (residual, residual_node)) = (x.into_parts(), residual.into_parts());
     let (weight, weight_node) = weight.into_parts();
-    let bias = bias.map(|bias| bias.into_parts());
-    let (bias, bias_node) = bias.map_or((None, None), |(bias, node)| (Some(bias), Some(node)));
+    let (bias, bias_node) = bias.into_parts(&x);
+    let biased = bias.is_some();
     let [sum, y, stats] = forward::<B>(x, residual, weight.clone(), bias, epsilon, kernels);
     let state = State::<B> {
         kept: [sum.clone(), stats, weight],
+        biased,
         d_sum: Kept::<B>::default(),
         dy: Kept::<B>::default(),
         kernels,
     };
     let (d_sum, dy) = (state.d_sum.clone(), state.dy.clone());
-    let (value, nodes) = (sum.clone(), [x_node, residual_node, weight_node]);
-    let both = match bias_node {
-        Some(bias) => {
-            let [x, residual, weight] = nodes;
-            record::<B, C, 4>([x, residual, weight, bias], state, value)
-        }
-        None => record::<B, C, 3>(nodes, state, value),
+    let prepared = AddedNormBackward.prepare::<C>([x_node, residual_node, weight_node, bias_node]);
+    let both = match prepared.compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(state, sum.clone()),
+        OpsKind::UnTracked(prep) => prep.finish(sum.clone()),
     };
     [
         output::<B, C>(both.node(), sum, d_sum),
@@ -110,67 +158,10 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
 struct State<B: Backend> {
     /// The sum, its norm's statistics, and the weight.
     kept: [FloatTensor<B>; 3],
+    biased: bool,
     d_sum: Kept<B>,
     dy: Kept<B>,
     kernels: Kernels,
-}
-
-/// The node before both outputs: of input, residual, weight, and bias if there is one.
-fn record<B: KernelOps + Fused, C: CheckpointStrategy, const N: usize>(
-    parents: [NodeGuard; N],
-    state: State<B>,
-    value: FloatTensor<B>,
-) -> FloatTensor<Autodiff<B, C>> {
-    #[derive(Debug)]
-    struct AddedNormBackward;
-
-    impl<B: KernelOps + Fused, const N: usize> Backward<B, N> for AddedNormBackward {
-        type State = State<B>;
-
-        fn backward(self, ops: Ops<State<B>, N>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let State {
-                kept,
-                d_sum,
-                dy,
-                kernels,
-            } = ops.state;
-            let (d_sum, dy) = (locked::<B>(&d_sum).take(), locked::<B>(&dy).take());
-            let [x, stats, weight] = kept;
-            let (dx, of_norm) = match dy {
-                Some(dy) if N == 4 => {
-                    let [dx, d_weight, d_bias] =
-                        layer_norm::backward::<B>(x, stats, weight, dy, d_sum, kernels);
-                    (dx, vec![d_weight, d_bias])
-                }
-                Some(dy) => {
-                    let [dx, d_weight] =
-                        rms_norm::backward::<B>(x, stats, weight, dy, d_sum, kernels);
-                    (dx, vec![d_weight])
-                }
-                // Nobody took the norm.
-                None => {
-                    let (shape, device) = (weight.shape(), weight.device());
-                    let zeros = B::float_zeros(shape, &device, weight.dtype().into());
-                    (
-                        d_sum.expect("the gradient of one of two outputs"),
-                        vec![zeros; N - 2],
-                    )
-                }
-            };
-            let all = [dx.clone(), dx].into_iter().chain(of_norm);
-            for (parent, gradient) in ops.parents.into_iter().zip(all) {
-                if let Some(node) = parent {
-                    grads.register::<B>(node.id, gradient);
-                }
-            }
-        }
-    }
-
-    let prepared = AddedNormBackward.prepare::<C>(parents);
-    match prepared.compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish(state, value),
-        OpsKind::UnTracked(prep) => prep.finish(value),
-    }
 }
 
 /// An output, whose gradient is kept in `to`.

@@ -3,10 +3,11 @@
 //! Burn's default `gelu` pairs the erf forward with the derivative of the tanh form; training then
 //! follows a gradient that is not its loss's.
 
+use crate::bias::Bias;
 use crate::{Fused, KernelOps, Kernels, column_sums, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
 use burn::tensor::{Shape, Tensor};
@@ -21,25 +22,16 @@ pub enum GeluApproximation {
     Erf,
 }
 
-/// GELU of every element, computed in f32.
+/// `gelu(x + bias)` for `x [.., n]`, and a `bias [n]` if there is one, computed in f32. Megatron's
+/// `fusions/fused_bias_gelu.py`.
 pub fn gelu<const D: usize>(
     x: Tensor<D>,
+    bias: Option<Tensor<1>>,
     approximation: GeluApproximation,
     kernels: Kernels,
 ) -> Tensor<D> {
     let x = x.into_dispatch();
-    Tensor::from_dispatch(Dispatch::gelu_op(x, approximation, kernels))
-}
-
-/// `gelu(x + bias)` for `x [.., n]` and `bias [n]`. Megatron's `fusions/fused_bias_gelu.py`.
-pub fn bias_gelu<const D: usize>(
-    x: Tensor<D>,
-    bias: Tensor<1>,
-    approximation: GeluApproximation,
-    kernels: Kernels,
-) -> Tensor<D> {
-    let (x, bias) = (x.into_dispatch(), bias.into_dispatch());
-    Tensor::from_dispatch(Dispatch::bias_gelu_op(x, bias, approximation, kernels))
+    Tensor::from_dispatch(Dispatch::gelu_op(x, bias.into(), approximation, kernels))
 }
 
 /// √(2/π)
@@ -130,60 +122,37 @@ fn derivative<B: Backend>(
 
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
+    bias: Bias<Autodiff<B, C>>,
     how: GeluApproximation,
     kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct GeluBackward;
 
-    impl<B: KernelOps + Fused> Backward<B, 1> for GeluBackward {
-        type State = (FloatTensor<B>, GeluApproximation, Kernels);
-
-        fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (x, how, kernels) = ops.state;
-            unary::<B, _>(ops.parents, ops.node, grads, |dy| {
-                backward::<B>(x, None, how, kernels, dy).0
-            });
-        }
-    }
-
-    let (x, node) = x.into_parts();
-    let y = forward::<B>(x.clone(), None, how, kernels);
-    match GeluBackward.prepare::<C>([node]).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((x, how, kernels), y),
-        OpsKind::UnTracked(prep) => prep.finish(y),
-    }
-}
-
-pub(crate) fn bias_autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
-    x: FloatTensor<Autodiff<B, C>>,
-    bias: FloatTensor<Autodiff<B, C>>,
-    how: GeluApproximation,
-    kernels: Kernels,
-) -> FloatTensor<Autodiff<B, C>> {
-    #[derive(Debug)]
-    struct BiasGeluBackward;
-
-    impl<B: KernelOps + Fused> Backward<B, 2> for BiasGeluBackward {
-        type State = (FloatTensor<B>, FloatTensor<B>, GeluApproximation, Kernels);
+    impl<B: KernelOps + Fused> Backward<B, 2> for GeluBackward {
+        type State = (
+            FloatTensor<B>,
+            Option<FloatTensor<B>>,
+            GeluApproximation,
+            Kernels,
+        );
 
         fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
             let (x, bias, how, kernels) = ops.state;
-            let [to_x, to_bias] = ops.parents;
             let dy = grads.consume::<B>(&ops.node);
-            let (dx, d_bias) = backward::<B>(x, Some(bias), how, kernels, dy);
-            if let Some(node) = to_x {
-                grads.register::<B>(node.id, dx);
-            }
-            if let (Some(node), Some(d_bias)) = (to_bias, d_bias) {
-                grads.register::<B>(node.id, d_bias);
+            let (dx, d_bias) = backward::<B>(x, bias, how, kernels, dy);
+            for (parent, gradient) in ops.parents.into_iter().zip([Some(dx), d_bias]) {
+                if let (Some(node), Some(gradient)) = (parent, gradient) {
+                    grads.register::<B>(node.id, gradient);
+                }
             }
         }
     }
 
-    let ((x, x_node), (bias, bias_node)) = (x.into_parts(), bias.into_parts());
-    let y = forward::<B>(x.clone(), Some(bias.clone()), how, kernels);
-    match BiasGeluBackward
+    let (x, x_node) = x.into_parts();
+    let (bias, bias_node) = bias.into_parts(&x);
+    let y = forward::<B>(x.clone(), bias.clone(), how, kernels);
+    match GeluBackward
         .prepare::<C>([x_node, bias_node])
         .compute_bound()
         .stateful()

@@ -4,33 +4,24 @@
 //! weight's own layout. (A batched product against a transposed view would give one weight
 //! gradient per sequence position, to be summed, and then transposed.)
 
+use crate::bias::Bias;
 use crate::{Fused, KernelOps, Kernels, column_sums, rows, width};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
-use burn::tensor::{DType, Shape, Tensor};
+use burn::tensor::{Shape, Tensor};
 
-/// `x [.., in] · weightᵀ -> [.., out]` for a `weight [out, in]`.
-pub fn linear<const D: usize>(x: Tensor<D>, weight: Tensor<2>, kernels: Kernels) -> Tensor<D> {
-    let (x, weight) = (x.into_dispatch(), weight.into_dispatch());
-    Tensor::from_dispatch(Dispatch::linear_op(x, weight, kernels))
-}
-
-/// `x [.., in] · weightᵀ + bias -> [.., out]` for a `weight [out, in]` and a `bias [out]`.
-pub fn linear_bias<const D: usize>(
+/// `x [.., in] · weightᵀ + bias -> [.., out]` for a `weight [out, in]`, and a `bias [out]` if there is one.
+pub fn linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
-    bias: Tensor<1>,
+    bias: Option<Tensor<1>>,
     kernels: Kernels,
 ) -> Tensor<D> {
-    let (x, weight, bias) = (
-        x.into_dispatch(),
-        weight.into_dispatch(),
-        bias.into_dispatch(),
-    );
-    Tensor::from_dispatch(Dispatch::linear_bias_op(x, weight, bias, kernels))
+    let (x, weight) = (x.into_dispatch(), weight.into_dispatch());
+    Tensor::from_dispatch(Dispatch::linear_op(x, weight, bias.into(), kernels))
 }
 
 /// Views `[.., n]` as `[rows, n]`.
@@ -74,15 +65,19 @@ fn with_last(mut shape: Shape, last: usize) -> Shape {
     shape
 }
 
-/// The gradients of input and weight, where they are wanted.
+/// The gradients of input, weight, and bias, where they are wanted.
 pub fn backward<B: Fused>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     dy: FloatTensor<B>,
-    wanted: [bool; 2],
+    wanted: [bool; 3],
     kernels: Kernels,
-) -> [Option<FloatTensor<B>>; 2] {
+) -> [Option<FloatTensor<B>>; 3] {
     let fuse = kernels.fuse::<B>(&dy);
+    let d_bias = wanted[2].then(|| match fuse {
+        true => B::fused_column_sums(dy.clone()),
+        false => column_sums::<B>(dy.clone(), weight.dtype()),
+    });
     let dx = wanted[0].then(|| match fuse {
         true => B::fused_input_gradient(dy.clone(), weight),
         false => input_gradient_reference::<B>(dy.clone(), weight),
@@ -91,19 +86,7 @@ pub fn backward<B: Fused>(
         true => B::fused_weight_gradient(dy, x),
         false => weight_gradient_reference::<B>(dy, x),
     });
-    [dx, d_weight]
-}
-
-/// The gradient of a bias of that type.
-pub(crate) fn bias_gradient<B: Fused>(
-    dy: FloatTensor<B>,
-    dtype: DType,
-    kernels: Kernels,
-) -> FloatTensor<B> {
-    match kernels.fuse::<B>(&dy) {
-        true => B::fused_column_sums(dy),
-        false => column_sums::<B>(dy, dtype),
-    }
+    [dx, d_weight, d_bias]
 }
 
 pub(crate) fn input_gradient_reference<B: Backend>(
@@ -124,18 +107,19 @@ pub(crate) fn weight_gradient_reference<B: Backend>(
 pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     weight: FloatTensor<Autodiff<B, C>>,
+    bias: Bias<Autodiff<B, C>>,
     kernels: Kernels,
 ) -> FloatTensor<Autodiff<B, C>> {
     #[derive(Debug)]
     struct LinearBackward;
 
-    impl<B: KernelOps + Fused> Backward<B, 2> for LinearBackward {
+    impl<B: KernelOps + Fused> Backward<B, 3> for LinearBackward {
         type State = ([FloatTensor<B>; 2], Kernels);
 
-        fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+        fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
             let ([x, weight], kernels) = ops.state;
             let dy = grads.consume::<B>(&ops.node);
-            let wanted = [0, 1].map(|i| ops.parents[i].is_some());
+            let wanted = [0, 1, 2].map(|i| ops.parents[i].is_some());
             let all = backward::<B>(x, weight, dy, wanted, kernels);
             for (parent, gradient) in ops.parents.into_iter().zip(all) {
                 if let (Some(node), Some(gradient)) = (parent, gradient) {
@@ -146,51 +130,9 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
     }
 
     let ((x, x_node), (weight, weight_node)) = (x.into_parts(), weight.into_parts());
-    let y = forward::<B>(x.clone(), weight.clone(), None, kernels);
+    let (bias, bias_node) = bias.into_parts(&x);
+    let y = forward::<B>(x.clone(), weight.clone(), bias, kernels);
     match LinearBackward
-        .prepare::<C>([x_node, weight_node])
-        .compute_bound()
-        .stateful()
-    {
-        OpsKind::Tracked(prep) => prep.finish(([x, weight], kernels), y),
-        OpsKind::UnTracked(prep) => prep.finish(y),
-    }
-}
-
-pub(crate) fn bias_autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
-    x: FloatTensor<Autodiff<B, C>>,
-    weight: FloatTensor<Autodiff<B, C>>,
-    bias: FloatTensor<Autodiff<B, C>>,
-    kernels: Kernels,
-) -> FloatTensor<Autodiff<B, C>> {
-    #[derive(Debug)]
-    struct LinearBiasBackward;
-
-    impl<B: KernelOps + Fused> Backward<B, 3> for LinearBiasBackward {
-        type State = ([FloatTensor<B>; 2], Kernels);
-
-        fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ([x, weight], kernels) = ops.state;
-            let dy = grads.consume::<B>(&ops.node);
-            let wanted = [0, 1].map(|i| ops.parents[i].is_some());
-            let [to_x, to_weight, to_bias] = ops.parents;
-            if let Some(node) = to_bias {
-                let d_bias = bias_gradient::<B>(dy.clone(), weight.dtype(), kernels);
-                grads.register::<B>(node.id, d_bias);
-            }
-            let all = backward::<B>(x, weight, dy, wanted, kernels);
-            for (parent, gradient) in [to_x, to_weight].into_iter().zip(all) {
-                if let (Some(node), Some(gradient)) = (parent, gradient) {
-                    grads.register::<B>(node.id, gradient);
-                }
-            }
-        }
-    }
-
-    let ((x, x_node), (weight, weight_node), (bias, bias_node)) =
-        (x.into_parts(), weight.into_parts(), bias.into_parts());
-    let y = forward::<B>(x.clone(), weight.clone(), Some(bias), kernels);
-    match LinearBiasBackward
         .prepare::<C>([x_node, weight_node, bias_node])
         .compute_bound()
         .stateful()

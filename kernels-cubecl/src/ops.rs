@@ -1,7 +1,7 @@
 //! The operations as an extension of Burn's backends.
 
-use crate::activated_linear::Bias;
 use crate::attention::{self, AttentionOptions};
+use crate::bias::Bias;
 use crate::dropout::HiddenKeep;
 use crate::gelu::{self, GeluApproximation};
 use crate::rotary::{self, Heads, RotaryTable};
@@ -21,19 +21,11 @@ use burn::backend::{Autodiff, Backend, Flex, backend_extension};
     Autodiff
 )]
 pub trait KernelOps: Backend {
-    fn added_layer_norm_op(
+    fn added_norm_op(
         x: FloatTensor<Self>,
         residual: FloatTensor<Self>,
         weight: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-        epsilon: f64,
-        kernels: Kernels,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>);
-
-    fn added_rms_norm_op(
-        x: FloatTensor<Self>,
-        residual: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
+        #[extension_type] bias: Bias<Self>,
         epsilon: f64,
         kernels: Kernels,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
@@ -59,12 +51,9 @@ pub trait KernelOps: Backend {
         kernels: Kernels,
     ) -> FloatTensor<Self>;
 
-    fn gelu_op(x: FloatTensor<Self>, how: GeluApproximation, kernels: Kernels)
-    -> FloatTensor<Self>;
-
-    fn bias_gelu_op(
+    fn gelu_op(
         x: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
+        #[extension_type] bias: Bias<Self>,
         how: GeluApproximation,
         kernels: Kernels,
     ) -> FloatTensor<Self>;
@@ -89,13 +78,7 @@ pub trait KernelOps: Backend {
     fn linear_op(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
-        kernels: Kernels,
-    ) -> FloatTensor<Self>;
-
-    fn linear_bias_op(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
+        #[extension_type] bias: Bias<Self>,
         kernels: Kernels,
     ) -> FloatTensor<Self>;
 
@@ -121,28 +104,17 @@ pub trait KernelOps: Backend {
 macro_rules! forwards {
     ($backend:ty) => {
         impl KernelOps for $backend {
-            fn added_layer_norm_op(
+            fn added_norm_op(
                 x: FloatTensor<Self>,
                 residual: FloatTensor<Self>,
                 weight: FloatTensor<Self>,
-                bias: FloatTensor<Self>,
+                bias: Bias<Self>,
                 epsilon: f64,
                 kernels: Kernels,
             ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+                let bias = bias.tensor();
                 let [sum, y, _] =
-                    added_norm::forward::<Self>(x, residual, weight, Some(bias), epsilon, kernels);
-                (sum, y)
-            }
-
-            fn added_rms_norm_op(
-                x: FloatTensor<Self>,
-                residual: FloatTensor<Self>,
-                weight: FloatTensor<Self>,
-                epsilon: f64,
-                kernels: Kernels,
-            ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-                let [sum, y, _] =
-                    added_norm::forward::<Self>(x, residual, weight, None, epsilon, kernels);
+                    added_norm::forward::<Self>(x, residual, weight, bias, epsilon, kernels);
                 (sum, y)
             }
 
@@ -181,19 +153,11 @@ macro_rules! forwards {
 
             fn gelu_op(
                 x: FloatTensor<Self>,
+                bias: Bias<Self>,
                 how: GeluApproximation,
                 kernels: Kernels,
             ) -> FloatTensor<Self> {
-                gelu::forward::<Self>(x, None, how, kernels)
-            }
-
-            fn bias_gelu_op(
-                x: FloatTensor<Self>,
-                bias: FloatTensor<Self>,
-                how: GeluApproximation,
-                kernels: Kernels,
-            ) -> FloatTensor<Self> {
-                gelu::forward::<Self>(x, Some(bias), how, kernels)
+                gelu::forward::<Self>(x, bias.tensor(), how, kernels)
             }
 
             fn layer_norm_op(
@@ -221,18 +185,10 @@ macro_rules! forwards {
             fn linear_op(
                 x: FloatTensor<Self>,
                 weight: FloatTensor<Self>,
+                bias: Bias<Self>,
                 kernels: Kernels,
             ) -> FloatTensor<Self> {
-                linear::forward::<Self>(x, weight, None, kernels)
-            }
-
-            fn linear_bias_op(
-                x: FloatTensor<Self>,
-                weight: FloatTensor<Self>,
-                bias: FloatTensor<Self>,
-                kernels: Kernels,
-            ) -> FloatTensor<Self> {
-                linear::forward::<Self>(x, weight, Some(bias), kernels)
+                linear::forward::<Self>(x, weight, bias.tensor(), kernels)
             }
 
             fn rms_norm_op(
@@ -268,25 +224,15 @@ forwards!(burn_cubecl::CubeBackend);
 forwards!(burn::backend::fusion::Fusion<burn_cubecl::CubeBackend>);
 
 impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
-    fn added_layer_norm_op(
+    fn added_norm_op(
         x: FloatTensor<Self>,
         residual: FloatTensor<Self>,
         weight: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
+        bias: Bias<Self>,
         epsilon: f64,
         kernels: Kernels,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        added_norm::autodiff::<B, C>(x, residual, weight, Some(bias), epsilon, kernels).into()
-    }
-
-    fn added_rms_norm_op(
-        x: FloatTensor<Self>,
-        residual: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        epsilon: f64,
-        kernels: Kernels,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        added_norm::autodiff::<B, C>(x, residual, weight, None, epsilon, kernels).into()
+        added_norm::autodiff::<B, C>(x, residual, weight, bias, epsilon, kernels).into()
     }
 
     fn attention_op(
@@ -320,19 +266,11 @@ impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
 
     fn gelu_op(
         x: FloatTensor<Self>,
+        bias: Bias<Self>,
         how: GeluApproximation,
         kernels: Kernels,
     ) -> FloatTensor<Self> {
-        gelu::autodiff::<B, C>(x, how, kernels)
-    }
-
-    fn bias_gelu_op(
-        x: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-        how: GeluApproximation,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        gelu::bias_autodiff::<B, C>(x, bias, how, kernels)
+        gelu::autodiff::<B, C>(x, bias, how, kernels)
     }
 
     fn layer_norm_op(
@@ -359,18 +297,10 @@ impl<B: KernelOps + Fused, C: CheckpointStrategy> KernelOps for Autodiff<B, C> {
     fn linear_op(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
+        bias: Bias<Self>,
         kernels: Kernels,
     ) -> FloatTensor<Self> {
-        linear::autodiff::<B, C>(x, weight, kernels)
-    }
-
-    fn linear_bias_op(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-        kernels: Kernels,
-    ) -> FloatTensor<Self> {
-        linear::bias_autodiff::<B, C>(x, weight, bias, kernels)
+        linear::autodiff::<B, C>(x, weight, bias, kernels)
     }
 
     fn rms_norm_op(

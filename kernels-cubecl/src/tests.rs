@@ -8,10 +8,10 @@ use crate::attention::{AttentionOptions, causal_attention};
 use crate::dropout::{AttentionDropout, AttentionHeads, HiddenKeep, Keep};
 use crate::dropout_add::{dropout, dropout_add};
 use crate::flat::{self, Ranges};
-use crate::gelu::{GeluApproximation, bias_gelu, gelu};
+use crate::gelu::{GeluApproximation, gelu};
 use crate::head_loss::{HeadShard, Reduce};
 use crate::layer_norm::layer_norm;
-use crate::linear::linear_bias;
+use crate::linear::linear;
 use crate::rms_norm::rms_norm;
 use crate::rotary::{Heads, RotaryTable, rotary_embedding};
 use crate::swiglu::swiglu;
@@ -104,7 +104,10 @@ fn cubes() -> Vec<(burn_cubecl::CubeDevice, DType)> {
             DType::F16,
         ),
         #[cfg(feature = "cpu")]
-        (burn_cubecl::CubeDevice::Cpu, DType::BF16),
+        (
+            burn_cubecl::CubeDevice::Cpu(Default::default()),
+            DType::BF16,
+        ),
     ]
 }
 
@@ -246,10 +249,10 @@ fn activations() {
     for shape in [[3, 2, 5], [1, 1, 64], [7, 3, 38], [300, 2, 4]] {
         for how in [GeluApproximation::Tanh, GeluApproximation::Erf] {
             check("gelu", &[shape], &|x, kernels| {
-                gelu(x[0].clone(), how, kernels)
+                gelu(x[0].clone(), None, how, kernels)
             });
             check("bias gelu", &[shape, [1, 1, shape[2]]], &|x, kernels| {
-                bias_gelu(x[0].clone(), vector(&x[1]), how, kernels)
+                gelu(x[0].clone(), Some(vector(&x[1])), how, kernels)
             });
         }
         let gated = [shape[0], shape[1], 2 * shape[2]];
@@ -301,7 +304,7 @@ fn linear_layers() {
         let shapes = [[s, b, i], [1, o, i], [1, 1, o]];
         check("linear", &shapes, &|x, kernels| {
             let weight = x[1].clone().reshape([o, i]);
-            linear_bias(x[0].clone(), weight, vector(&x[2]), kernels)
+            linear(x[0].clone(), weight, Some(vector(&x[2])), kernels)
         });
     }
 }

@@ -18,9 +18,9 @@ pub use burn_megatron_kernels::activated_linear::activated_linear;
 pub use burn_megatron_kernels::added_norm::{added_layer_norm, added_rms_norm};
 pub use burn_megatron_kernels::attention::{AttentionOptions, causal_attention};
 pub use burn_megatron_kernels::embedding::embedding_rows;
-pub use burn_megatron_kernels::gelu::{GeluApproximation, bias_gelu, gelu};
+pub use burn_megatron_kernels::gelu::{GeluApproximation, gelu};
 pub use burn_megatron_kernels::layer_norm::layer_norm;
-pub use burn_megatron_kernels::linear::{linear, linear_bias};
+pub use burn_megatron_kernels::linear::linear;
 pub use burn_megatron_kernels::rms_norm::rms_norm;
 pub use burn_megatron_kernels::rotary::{Heads, RotaryTable, rotary_embedding};
 pub use burn_megatron_kernels::swiglu::swiglu;
@@ -42,6 +42,7 @@ use burn::backend::{
     TensorMetadata, backend_extension,
 };
 use burn::tensor::{FloatDType, TensorData};
+use burn_megatron_kernels::bias::Bias;
 use burn_megatron_kernels::{Fused, Kernels, from_dispatch, into_dispatch};
 
 /// The operations of this module as an extension of Burn's backends.
@@ -59,6 +60,7 @@ pub trait ParallelOps: Backend {
     fn gathered_linear(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
+        #[extension_type] bias: Bias<Self>,
         tp: CommRef,
         kernels: Kernels,
     ) -> FloatTensor<Self>;
@@ -116,10 +118,11 @@ macro_rules! forwards {
             fn gathered_linear(
                 x: FloatTensor<Self>,
                 weight: FloatTensor<Self>,
+                bias: Bias<Self>,
                 tp: CommRef,
                 kernels: Kernels,
             ) -> FloatTensor<Self> {
-                gathered_linear::forward::<Self>(x, weight, &tp, kernels)
+                gathered_linear::forward::<Self>(x, weight, bias.tensor(), &tp, kernels)
             }
 
             fn head_loss(
@@ -148,10 +151,11 @@ where
     fn gathered_linear(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
+        bias: Bias<Self>,
         tp: CommRef,
         kernels: Kernels,
     ) -> FloatTensor<Self> {
-        gathered_linear::autodiff::<B, C>(x, weight, tp, kernels)
+        gathered_linear::autodiff::<B, C>(x, weight, bias, tp, kernels)
     }
 
     fn vocab_parallel_cross_entropy(

@@ -1,10 +1,10 @@
 //! A linear layer split by output features.
 
-use super::{DEFAULT_INIT_STD, add_bias};
+use super::DEFAULT_INIT_STD;
 use crate::Kernels;
 use crate::autograd::{
     copy_to_tensor_parallel_region, gather_from_tensor_parallel_region, gathered_linear, linear,
-    linear_bias, reached,
+    reached,
 };
 use crate::comm::CommRef;
 use crate::shard::{Init, ParallelBuilder};
@@ -99,20 +99,11 @@ impl ColumnParallelLinear {
             true => (None, bias),
             false => (bias, None),
         };
-        let mut y = match (self.sequence_parallel, added) {
-            (true, added) => {
-                let y = gathered_linear(x, weight, &self.tp, self.kernels);
-                match added {
-                    Some(bias) => add_bias(y, bias),
-                    None => y,
-                }
-            }
-            (false, added) => {
+        let mut y = match self.sequence_parallel {
+            true => gathered_linear(x, weight, added, &self.tp, self.kernels),
+            false => {
                 let x = copy_to_tensor_parallel_region(x, &self.tp);
-                match added {
-                    Some(bias) => linear_bias(x, weight, bias, self.kernels),
-                    None => linear(x, weight, self.kernels),
-                }
+                linear(x, weight, added, self.kernels)
             }
         };
         if self.gather_output {

@@ -5,7 +5,7 @@ use super::{
     ColumnParallelLinear, ColumnParallelLinearConfig, RowParallelLinear, RowParallelLinearConfig,
 };
 use crate::Kernels;
-use crate::autograd::{bias_gelu, gelu, swiglu};
+use crate::autograd::{gelu, swiglu};
 use crate::dropout::PassContext;
 use crate::shard::ParallelBuilder;
 use burn::module::Module;
@@ -87,8 +87,7 @@ impl Mlp {
                 .0;
         }
         let inner = match (self.activation, bias) {
-            (Activation::Gelu(how), Some(bias)) => bias_gelu(inner, bias, how, self.kernels),
-            (Activation::Gelu(how), None) => gelu(inner, how, self.kernels),
+            (Activation::Gelu(how), bias) => gelu(inner, bias, how, self.kernels),
             (Activation::SwiGlu, _) => swiglu(inner, self.kernels),
             (Activation::SquaredRelu, _) => {
                 let inner = relu(inner);

@@ -3,7 +3,7 @@
 use super::{Activation, DEFAULT_INIT_STD, add_bias};
 use crate::Kernels;
 use crate::autograd::{
-    activated_linear, linear, linear_bias, reached, reduce_from_tensor_parallel_region,
+    activated_linear, linear, reached, reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region, scatter_to_tensor_parallel_region,
 };
 use crate::comm::CommRef;
@@ -85,10 +85,7 @@ impl RowParallelLinear {
             true => x,
             false => scatter_to_tensor_parallel_region(x, &self.tp),
         };
-        self.output(|weight, bias| match bias {
-            Some(bias) => linear_bias(x, weight, bias, self.kernels),
-            None => linear(x, weight, self.kernels),
-        })
+        self.output(|weight, bias| linear(x, weight, bias, self.kernels))
     }
 
     /// The same for `activation(x + bias)`, which no graph keeps.

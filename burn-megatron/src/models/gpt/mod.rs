@@ -204,10 +204,10 @@ impl<N: Sublayer, A: Sublayer, M: Sublayer> GptModel<N, A, M> {
             (None, Some(tied)) => {
                 let (weight, tp) = (tied.word_embeddings.weight.val(), &self.vocab.tp);
                 match self.sequence_parallel {
-                    true => gathered_linear(hidden, weight, tp, self.kernels),
+                    true => gathered_linear(hidden, weight, None, tp, self.kernels),
                     false => {
                         let hidden = copy_to_tensor_parallel_region(hidden, tp);
-                        linear(hidden, weight, self.kernels)
+                        linear(hidden, weight, None, self.kernels)
                     }
                 }
             }
