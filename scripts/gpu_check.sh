@@ -53,13 +53,22 @@ if [ -n "$torch" ]; then
     echo "PyTorch $torch" >&2
     timeout 150 "$python" scripts/gpu_check.py >"$work/torch.json" || true
 fi
+# What a command says within so many seconds, or that there is no figure.
+figure() {
+    local seconds=$1
+    shift
+    timeout "$seconds" "$@" || {
+        echo "no figure: $* ended with $? (124: it ran past $seconds s)" >&2
+        echo '{}'
+    }
+}
 : >"$work/steps"
 for case in 124M 1.3B; do
     echo "training step $case" >&2
-    ours=$(timeout 60 "$binaries/step_time" $case 5 cuda || echo '{}')
+    ours=$(figure 60 "$binaries/step_time" $case 5 cuda)
     theirs='{}'
     if [ -n "$torch" ]; then
-        theirs=$(timeout 90 "$python" benches/vs_torch.py $case 5 compile cuda || echo '{}')
+        theirs=$(figure 90 "$python" benches/vs_torch.py $case 5 compile cuda)
     fi
     printf '%s\t%s\t%s\n' $case "$ours" "$theirs" >>"$work/steps"
 done
