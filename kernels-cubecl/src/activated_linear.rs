@@ -3,6 +3,7 @@
 //! 2022 do the same for attention's.)
 
 use crate::activation::Activation;
+use crate::backward::give_gradients;
 use crate::bias::Bias;
 use crate::{Fused, KernelOps, Kernels, linear};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
@@ -75,31 +76,19 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         );
 
         fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (x, bias, weight, activation, kernels) = ops.state;
-            let dy = grads.consume::<B>(&ops.node);
-            let [to_x, to_bias, to_weight, to_out_bias] = ops.parents;
-            let inner = activation.forward::<B>(x.clone(), bias.clone(), kernels);
-            let wanted = [
-                to_x.is_some() || to_bias.is_some(),
-                to_weight.is_some(),
-                to_out_bias.is_some(),
-            ];
-            let [d_inner, d_weight, d_out_bias] =
-                linear::backward::<B>(inner, weight, dy, wanted, kernels);
-            let (dx, d_bias) = d_inner.map_or((None, None), |d_inner| {
-                let (dx, d_bias) = activation.backward::<B>(x, bias, kernels, d_inner);
-                (Some(dx), d_bias)
+            give_gradients::<B, _, _>(ops, grads, |state: Self::State, dy, wanted| {
+                let (x, bias, weight, activation, kernels) = state;
+                let [of_x, of_bias, of_weight, of_out_bias] = wanted;
+                let inner = activation.forward::<B>(x.clone(), bias.clone(), kernels);
+                let wanted = [of_x || of_bias, of_weight, of_out_bias];
+                let [d_inner, d_weight, d_out_bias] =
+                    linear::backward::<B>(inner, weight, dy, wanted, kernels);
+                let (dx, d_bias) = d_inner.map_or((None, None), |d_inner| {
+                    let (dx, d_bias) = activation.backward::<B>(x, bias, kernels, d_inner);
+                    (Some(dx), d_bias)
+                });
+                [dx, d_bias, d_weight, d_out_bias]
             });
-            for (parent, gradient) in [
-                (to_x, dx),
-                (to_bias, d_bias),
-                (to_weight, d_weight),
-                (to_out_bias, d_out_bias),
-            ] {
-                if let (Some(node), Some(gradient)) = (parent, gradient) {
-                    grads.register::<B>(node.id, gradient);
-                }
-            }
         }
     }
 

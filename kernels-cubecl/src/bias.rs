@@ -47,3 +47,11 @@ impl<B: Backend, C: CheckpointStrategy> Bias<Autodiff<B, C>> {
         }
     }
 }
+
+/// `x [.., n]` and a bias, if there is one, in primitives.
+pub(crate) fn added<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatTensor<B> {
+    let Some(bias) = bias else { return x };
+    let mut shape = vec![1; x.shape().num_dims() - 1];
+    shape.push(bias.shape()[0]);
+    B::float_add(x, B::float_reshape(bias, Shape::from(shape)))
+}

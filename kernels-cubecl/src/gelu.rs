@@ -3,14 +3,15 @@
 //! Burn's default `gelu` pairs the erf forward with the derivative of the tanh form; training then
 //! follows a gradient that is not its loss's.
 
-use crate::bias::Bias;
+use crate::backward::give_gradients;
+use crate::bias::{Bias, added};
 use crate::{Fused, KernelOps, Kernels, column_sums, narrowed, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, TensorMetadata};
-use burn::tensor::{Shape, Tensor};
+use burn::tensor::Tensor;
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 /// Which form of GELU: Megatron's fused bias-GELU is the tanh form, its unfused one is erf.
@@ -73,11 +74,7 @@ pub(crate) fn forward<B: Fused>(
 
 /// The sum, in f32.
 fn biased<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatTensor<B> {
-    let x = widened::<B>(x);
-    let Some(bias) = bias else { return x };
-    let mut shape = vec![1; x.shape().num_dims() - 1];
-    shape.push(bias.shape()[0]);
-    B::float_add(x, B::float_reshape(widened::<B>(bias), Shape::from(shape)))
+    added::<B>(widened::<B>(x), bias.map(widened::<B>))
 }
 
 pub(crate) fn backward<B: Fused>(
@@ -138,14 +135,10 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         );
 
         fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (x, bias, how, kernels) = ops.state;
-            let dy = grads.consume::<B>(&ops.node);
-            let (dx, d_bias) = backward::<B>(x, bias, how, kernels, dy);
-            for (parent, gradient) in ops.parents.into_iter().zip([Some(dx), d_bias]) {
-                if let (Some(node), Some(gradient)) = (parent, gradient) {
-                    grads.register::<B>(node.id, gradient);
-                }
-            }
+            give_gradients::<B, _, _>(ops, grads, |(x, bias, how, kernels), dy, _| {
+                let (dx, d_bias) = backward::<B>(x, bias, how, kernels, dy);
+                [Some(dx), d_bias]
+            });
         }
     }
 

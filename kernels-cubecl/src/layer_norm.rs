@@ -1,5 +1,6 @@
 //! Layer normalisation (Ba et al. 2016) with its backward in one operation.
 
+use crate::backward::give_gradients;
 use crate::{Fused, KernelOps, Kernels, column_sums, narrowed, rows, widened};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -108,14 +109,9 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         type State = ([FloatTensor<B>; 3], Kernels);
 
         fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ([x, stats, weight], kernels) = ops.state;
-            let dy = grads.consume::<B>(&ops.node);
-            let all = backward::<B>(x, stats, weight, dy, None, kernels);
-            for (parent, gradient) in ops.parents.into_iter().zip(all) {
-                if let Some(node) = parent {
-                    grads.register::<B>(node.id, gradient);
-                }
-            }
+            give_gradients::<B, _, _>(ops, grads, |([x, stats, weight], kernels), dy, _| {
+                backward::<B>(x, stats, weight, dy, None, kernels).map(Some)
+            });
         }
     }
 

@@ -19,6 +19,7 @@ pub mod activated_linear;
 pub mod adamw;
 pub mod added_norm;
 pub mod attention;
+pub mod backward;
 pub mod bias;
 pub mod dropout_add;
 pub mod embedding;

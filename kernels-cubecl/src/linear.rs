@@ -4,7 +4,8 @@
 //! weight's own layout. (A batched product against a transposed view would give one weight
 //! gradient per sequence position, to be summed, and then transposed.)
 
-use crate::bias::Bias;
+use crate::backward::give_gradients;
+use crate::bias::{Bias, added};
 use crate::{Fused, KernelOps, Kernels, column_sums, rows, width};
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -53,10 +54,7 @@ pub(crate) fn reference<B: Backend>(
     let shape = with_last(x.shape(), weight.shape()[0]);
     let y = B::float_matmul(as_matrix::<B>(x), B::float_transpose(weight));
     let y = B::float_reshape(y, shape);
-    let Some(bias) = bias else { return y };
-    let mut shape = vec![1; y.shape().num_dims() - 1];
-    shape.push(bias.shape()[0]);
-    B::float_add(y, B::float_reshape(bias, Shape::from(shape)))
+    added::<B>(y, bias)
 }
 
 fn with_last(mut shape: Shape, last: usize) -> Shape {
@@ -117,15 +115,9 @@ pub(crate) fn autodiff<B: KernelOps + Fused, C: CheckpointStrategy>(
         type State = ([FloatTensor<B>; 2], Kernels);
 
         fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let ([x, weight], kernels) = ops.state;
-            let dy = grads.consume::<B>(&ops.node);
-            let wanted = [0, 1, 2].map(|i| ops.parents[i].is_some());
-            let all = backward::<B>(x, weight, dy, wanted, kernels);
-            for (parent, gradient) in ops.parents.into_iter().zip(all) {
-                if let (Some(node), Some(gradient)) = (parent, gradient) {
-                    grads.register::<B>(node.id, gradient);
-                }
-            }
+            give_gradients::<B, _, _>(ops, grads, |([x, weight], kernels), dy, wanted| {
+                backward::<B>(x, weight, dy, wanted, kernels)
+            });
         }
     }
 

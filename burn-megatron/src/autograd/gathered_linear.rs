@@ -9,6 +9,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch};
 use burn::tensor::Tensor;
+use burn_megatron_kernels::backward::give_gradients;
 use burn_megatron_kernels::bias::Bias;
 use burn_megatron_kernels::linear::{self, linear};
 use burn_megatron_kernels::{Fused, Kernels};
@@ -70,18 +71,13 @@ pub(super) fn autodiff<B: ParallelOps + Fused, C: CheckpointStrategy>(
         type State = (FloatTensor<B>, FloatTensor<B>, CommRef, Kernels);
 
         fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (x, weight, tp, kernels) = ops.state;
-            let dy = grads.consume::<B>(&ops.node);
-            let wanted = [0, 1, 2].map(|i| ops.parents[i].is_some());
-            let x = gathered::<B>(x, &tp);
-            let [dx, d_weight, d_bias] = linear::backward::<B>(x, weight, dy, wanted, kernels);
-            let scatter = Collective::ReduceScatter { dim: 0 };
-            let dx = dx.map(|dx| collective::run::<B>(dx, scatter, &tp));
-            for (parent, gradient) in ops.parents.into_iter().zip([dx, d_weight, d_bias]) {
-                if let (Some(node), Some(gradient)) = (parent, gradient) {
-                    grads.register::<B>(node.id, gradient);
-                }
-            }
+            give_gradients::<B, _, _>(ops, grads, |(x, weight, tp, kernels), dy, wanted| {
+                let x = gathered::<B>(x, &tp);
+                let [dx, d_weight, d_bias] = linear::backward::<B>(x, weight, dy, wanted, kernels);
+                let scatter = Collective::ReduceScatter { dim: 0 };
+                let dx = dx.map(|dx| collective::run::<B>(dx, scatter, &tp));
+                [dx, d_weight, d_bias]
+            });
         }
     }
 

@@ -11,6 +11,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Dispatch};
 use burn::tensor::{Int, Tensor};
 use burn_megatron_kernels::Fused;
+use burn_megatron_kernels::backward::give_gradients;
 use burn_megatron_kernels::flat::is_host;
 use burn_megatron_kernels::head_loss::{HeadLoss, HeadShard, Reduce};
 use std::sync::Arc;
@@ -122,22 +123,19 @@ pub(super) fn autodiff<B: ParallelOps + Fused, C: CheckpointStrategy>(
         type State = (Box<[FloatTensor<B>; 4]>, HeadLossShard);
 
         fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-            let (saved, shard) = ops.state;
-            let [hidden, weight, d_hidden, d_weight] = *saved;
-            let d_losses = to_host::<B>(grads.consume::<B>(&ops.node));
-            let d_losses: Vec<f32> = d_losses.try_into_vec().expect("the loss is f32");
-            let gradients = match factor(&d_losses, &shard.d_losses) {
-                Some(factor) => [d_hidden, d_weight].map(|d| B::fused_scaled(d, factor)),
-                None => {
-                    let loss = forward::<B>(hidden, weight, &shard, Some(&d_losses));
-                    loss.gradients.expect("they were asked for").into()
-                }
-            };
-            for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-                if let Some(node) = parent {
-                    grads.register::<B>(node.id, gradient);
-                }
-            }
+            give_gradients::<B, _, _>(ops, grads, |(saved, shard): Self::State, d_losses, _| {
+                let [hidden, weight, d_hidden, d_weight] = *saved;
+                let d_losses = to_host::<B>(d_losses).try_into_vec();
+                let d_losses: Vec<f32> = d_losses.expect("the loss is f32");
+                let gradients: [FloatTensor<B>; 2] = match factor(&d_losses, &shard.d_losses) {
+                    Some(factor) => [d_hidden, d_weight].map(|d| B::fused_scaled(d, factor)),
+                    None => {
+                        let loss = forward::<B>(hidden, weight, &shard, Some(&d_losses));
+                        loss.gradients.expect("they were asked for").into()
+                    }
+                };
+                gradients.map(Some)
+            });
         }
     }
 
